@@ -105,7 +105,7 @@ class AsyncDecoding(Generic[Decoder]):
 
 
 async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> list[GenerationResult]:
-    """The results of all; where one fails or this is cancelled, the others are cancelled."""
+    """The results of all; if one fails or this is cancelled, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -154,7 +154,7 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         return self._generation.result
 
     def cancel(self) -> None:
-        """Have it end within a token; its events go on up to there."""
+        """End within a token; events go on until then."""
         if self._work.cancel():  # its turn had not come
             self._arrived.put_nowait(None)
         self._generation.cancel()
@@ -171,7 +171,7 @@ def _hand_on(
     loop: asyncio.AbstractEventLoop,
     arrived: "asyncio.Queue[TokenEvent | BaseException | None]",
 ) -> None:
-    """In a thread: hand each event to a loop, and the end; where the loop is closed, no more are wanted."""
+    """In a thread, hand each event and the end to a loop; a closed loop wants no more."""
     try:
         end: BaseException | None = None
         try:

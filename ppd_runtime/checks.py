@@ -11,7 +11,7 @@ _MOST = 1e15  # far beyond any time or factor, far from overflow
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """A whole number of Python's own, as settings are that travel to other processes and rest in files."""
+    """Check for Python's own int, as in settings that go to other processes and into files."""
     if isinstance(value, bool) or not isinstance(value, int):
         bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
         raise ValueError(f"{name}={value!r}: give a whole number{bounds}")
@@ -36,7 +36,7 @@ def check_workers(k: int, workers: int | None) -> None:
 
 
 def check_share(name: str, value: object, below_one: bool = False) -> None:
-    """A number from 0 to 1; with `below_one`, 1 itself is none."""
+    """A number from 0 to 1; with `below_one`, below 1."""
     if not _is_real(value) or not 0 <= value <= 1 or (below_one and value == 1):
         raise ValueError(f"{name}={value!r}: give a number from 0 to {'below ' * below_one}1")
 
@@ -98,7 +98,7 @@ def is_text(text: object, most: int) -> bool:
 
 
 def foreign_token(token_ids: Collection[int], vocab_size: int) -> int | None:
-    """The first token id that a vocabulary of so many does not have; None where it has all."""
+    """The first token id outside a vocabulary of this size; None if there is none."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return None
     return next(token for token in token_ids if not 0 <= token < vocab_size)

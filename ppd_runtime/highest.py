@@ -1,9 +1,9 @@
-"""Where scores are highest, the first among equals; and whether a token may be chosen there at all.
+"""Finds the highest scores, the first among equals, and whether a token may be chosen by them.
 
-The searches are NumPy's on CPUs: in between two passes the caches are cold, and so few lines of code are what saves
-time. To ask for a device's type, and to enter inference mode, takes ten microseconds each there. What is no number
-comes before all numbers, for NumPy and PyTorch alike. So the highest score alone says whether all are fit to choose by:
-it is finite, unless one is NaN or infinitely high, or all are infinitely low.
+The searches are NumPy's on CPUs: between two passes the caches are cold, so little code saves time. There, asking for a
+device's type and entering inference mode take ten microseconds each. NumPy and PyTorch rank NaN above all numbers. So
+the highest score alone tells whether a token can be chosen: it is finite, unless a score is NaN or infinitely high, or
+all are infinitely low.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""In the place of a choice by scores of which one is NaN or infinitely high, or all are infinitely low."""
+"""Replaces a choice if a score is NaN or infinitely high, or all are infinitely low."""
 
 
 def first_highest(scores: Tensor) -> int:
@@ -31,7 +31,7 @@ def choice(scores: Tensor) -> int:
 
 def choices(scores: Tensor) -> list[int]:
     """The `choice` of each row of `[rows, n]` scores."""
-    if not scores.is_cpu:  # where each look at a number is a wait
+    if not scores.is_cpu:  # there each look at a number waits
         places = scores.argmax(-1)
         return torch.where(scores.gather(-1, places[:, None])[:, 0].isfinite(), places, NO_TOKEN).tolist()
     rows = scores.numpy()
@@ -40,7 +40,7 @@ def choices(scores: Tensor) -> list[int]:
 
 
 def best(scores: Tensor, k: int) -> list[int]:
-    """The k highest of `[n]` scores, the first of them as `argmax` chooses among equals (`topk` may choose another)."""
+    """The k highest of `[n]` scores; the first is `argmax`'s among equals (`topk`'s may differ)."""
     first = first_highest(scores)
     if k == 1:
         return [first]

@@ -1,4 +1,4 @@
-"""What of this host the process may use: CPU cores and memory, by its affinity and by the control groups it is in.
+"""The CPU cores and memory that this process may use, by its affinity and its control groups.
 
 A container's limits are those of its control group and of all that enclose it, in either version of them. The kernel
 tells where this process is (/proc/self/cgroup) and where groups can be read (/proc/self/mountinfo).
@@ -20,7 +20,7 @@ def available_cores(root: Path = _ROOT) -> int:
     """CPU cores that this process may use: those that it may run on, or the whole ones in its quota, one at least.
 
     Args:
-        root: where /proc and what is mounted are looked for.
+        root: where /proc and mounts are looked for.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min([allowed, *_shares(root)])))
@@ -32,7 +32,7 @@ def memory_bytes(root: Path = _ROOT) -> int:
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """What programs can have without swapping, of this host and of each group around this process.
+    """Memory free without swapping, on this host and in each group around this process.
 
     Pages of files count as free, for the kernel gives them back.
     """
@@ -43,11 +43,11 @@ def _free_here(root: Path) -> int:
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # where the host does not say
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # if the host does not say
 
 
 def _shares(root: Path) -> Iterator[float]:
-    """Cores' worth of time of each group that has a quota."""
+    """The quota in cores of each group that has one."""
     for group in _groups(root, _CPU):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         quota, period = quota or _text(group / "cpu.cfs_quota_us"), period or _text(group / "cpu.cfs_period_us")
@@ -69,7 +69,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 class _Mount(NamedTuple):
-    """Where groups can be read: `root` is the one that is found at `place`."""
+    """Where groups can be read: the group `root` is at `place`."""
 
     root: PurePosixPath
     place: Path

@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Look for no garbage meanwhile, nor later in what is there by then: that is a third of an import's time.
+    """Collect no garbage meanwhile, nor later in what is there by then: that is a third of an import's time.
 
     For processes of our own: a cycle that is garbage already when this ends is never freed.
     """
@@ -28,7 +28,7 @@ def quick_imports() -> Iterator[None]:
 def whole_imports() -> Iterator[None]:
     """Let Ctrl-C wait until the imports of this block are done; a second one does not wait.
 
-    Libraries with compiled parts, such as PyTorch, cannot be imported again where that was interrupted, and the program
+    Libraries with compiled parts, such as PyTorch, cannot be imported again after an interruption, and the program
     could not try again. A handler that the program has set for Ctrl-C is left alone.
     """
     theirs = signal.getsignal(signal.SIGINT)

@@ -9,14 +9,14 @@ from ppd_runtime.checks import can_run_ahead
 DECIDER = 0
 """Rank of the process that decides: the main process, or the last stage."""
 CLIENT = -1
-"""Stands for the caller where ranks are told apart."""
+"""Stands for the caller among ranks."""
 
 
 class _Layout(ABC):
     """Processes with ranks from 0 to `num_processes` - 1, DECIDER among them; layers are half-open ranges from 0."""
 
     k: int
-    """Candidates for each token; of stages, at each boundary."""
+    """Candidates for each token; in stages, at each boundary."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class _Layout(ABC):
 
     @abstractmethod
     def place(self, rank: int) -> int:
-        """Where a process stands in a picture, counted from above, from 0."""
+        """A process's row in a picture, from 0 at the top."""
 
     @abstractmethod
     def shape(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class PaperLayout(_Layout):
     workers: int
     """Sub-processes, at most k."""
     run_ahead: bool = True
-    """Whether a sub-process that can go on without exit states does."""
+    """Whether a sub-process runs without exit states if it can."""
     cuts: ClassVar[tuple[int, ...]] = ()
     """There are no borders between stages."""
     repetitions: ClassVar[bool] = False
@@ -123,10 +123,10 @@ class StagedLayout(_Layout):
 
     cuts: tuple[int, ...]
     rows: int
-    """Of a pass, at the most."""
+    """Most rows of a pass."""
     k: int
     row_cost: float = 0.0
-    """What a further row of a pass adds, as a share of the first one's time: the chance that it has to have."""
+    """A further row's time as a share of the first one's; rows less likely than this do not run."""
     guess_vocab: int | None = None
     """Tokens that boundaries guess among; None: the whole vocabulary."""
     repetitions: bool = True

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, where a request asks for them."""
+"""Log-probabilities of tokens, if a request asks for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST = -9999.0
-"""Stands for lower ones, minus infinity among them, which JSON lacks; as in vLLM."""
+"""Stands for lower values, also minus infinity, which JSON lacks; as in vLLM."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's, natural logarithms of the model's own probabilities.
+    """Natural logarithms of the model's own probabilities of a token.
 
-    They are the log-softmax of the float32 logits as the model gives them, as in OpenAI's and vLLM's answers:
-    temperature, penalties and filters, which decide what is sampled, have no part in them.
+    They are the log-softmax of the model's float32 logits, as in OpenAI's and vLLM's answers, without temperature,
+    penalties and filters, which only decide what is sampled.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens at this place and theirs, likeliest first; the token itself may be among them."""
+    """The likeliest tokens here and their log-probabilities, in order; may include the token itself."""
 
 
 def token_logprobs(logits: "Tensor", token_id: int, most: int, position: int) -> TokenLogprobs:
@@ -32,7 +32,7 @@ def token_logprobs(logits: "Tensor", token_id: int, most: int, position: int) ->
     position.
 
     Raises:
-        RequestError: where these are no numbers.
+        RequestError: if they are NaN.
     """
     found = logits.float().log_softmax(-1).clamp(LEAST, 0)
     if found.isnan().any():
@@ -51,10 +51,10 @@ def packed(noted: Sequence[TokenLogprobs]) -> tuple[tuple[float, ...], tuple[int
 
 
 def unpacked(numbers: Sequence[float], top_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """What `packed` made them from; of each token there are as many.
+    """The inverse of `packed`; each token has equally many.
 
     Raises:
-        ValueError: where the numbers are not of these tokens.
+        ValueError: if the numbers are not of these tokens.
     """
     if len(numbers) != len(token_ids) + len(top_ids) or (token_ids and len(top_ids) % len(token_ids)):
         raise ValueError(f"{len(numbers)} log-probabilities and {len(top_ids)} ids for {len(token_ids)} tokens")

@@ -1,4 +1,4 @@
-"""What ends one request, and nothing else: the generator that raises it answers the next one."""
+"""The error that ends one request only: the generator that raises it answers the next one."""
 
 
 class RequestError(RuntimeError):
@@ -6,7 +6,7 @@ class RequestError(RuntimeError):
 
 
 def no_numbers(position: int) -> RequestError:
-    """The error where the model's logits for a position choose no token."""
+    """The error if the model's logits for a position choose no token."""
     return RequestError(
         f"the model's logits for position {position} are NaN or infinite: a weight is damaged (check the model's "
         "files), or float16 overflows (choose dtype float32 or bfloat16)"
@@ -14,5 +14,5 @@ def no_numbers(position: int) -> RequestError:
 
 
 def no_scores(position: int) -> RequestError:
-    """The error where penalties and the request's own processors leave none to choose."""
+    """The error if penalties and the request's own processors leave no token."""
     return RequestError(f"logits_processors and penalties leave no finite score for position {position}: give others")

@@ -22,19 +22,19 @@ class Live(IntEnum):
     BOUNDARIES = 2
     """With stages, which boundary foresaw each token, too."""
     PASSES = 3
-    """And what every process computes."""
+    """Every process's work, too."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What has become known of a generation since the event before; deciding tokens never waits for it."""
+    """What became known since the last event; deciding tokens never waits for it."""
 
     boundaries: tuple[tuple[int, int], ...] = ()
-    """Positions of tokens in the staged layout, each with the boundary that was the first to name it, where that was
-    asked for (`boundaries=True`, `passes=True`): 0 is the text's repetitions, the number of stages none. A token's is
-    there before the next token, or soon after; of a first stage that was lost, perhaps never. The last has none."""
+    """Token positions in the staged layout, each with the first boundary that named the token, if asked for
+    (`boundaries=True`, `passes=True`): 0 is the text's repetitions, the number of stages none. A token's entry comes
+    before the next token, or soon after; if a first stage was lost, perhaps never. The last token has none."""
     spans: tuple[ProcessSpans, ...] = ()
-    """Passes through layers, heads and choices of each process, where they were asked for (`passes=True`)."""
+    """Passes through layers, heads and choices of each process, if they were asked for (`passes=True`)."""
 
     def and_then(self, later: "News") -> "News":
         """Both."""
@@ -54,16 +54,16 @@ class TokenEvent:
     position: int
     """Place in the whole sequence, the prompt's tokens counted, from 0."""
     hit: bool | None
-    """Whether an early candidate was this token; None where none was used or asked for (the last token)."""
+    """Whether an early candidate was this token; None if none was used or asked for (the last token)."""
     logprobs: TokenLogprobs | None = None
-    """Its log-probability and the likeliest tokens', where they were asked for."""
+    """Its log-probability and the likeliest tokens', if they were asked for."""
     news: News = NOTHING_NEW
-    """Of the pipeline, about earlier tokens and perhaps this one."""
+    """News about earlier tokens and perhaps this one."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What drafting and verifying came to in one process, an entry for each verification, in order."""
+    """Drafting and verifying in one process, an entry for each verification, in order."""
 
     drafted: tuple[int, ...]
     """Draft steps."""
@@ -102,7 +102,7 @@ class PathStats:
     """From the request's arrival at the main process to its last token."""
     time_to_first_token_s: float = 0.0
     stall_s: float = 0.0
-    """Of the latency, what the main process spent waiting for sub-processes."""
+    """Latency that the main process spent waiting for sub-processes."""
     main_layer_passes: int = 0
     """Layer passes of the main process on the path of the tokens: d·ℓ − (d − d̄)·hits, the prompt's pass as one."""
     main_recomputed_layer_passes: int = 0
@@ -112,14 +112,14 @@ class PathStats:
     ledger: LatencyBreakdown = _NOTHING
     """Where the latency went."""
     first_token_ledger: LatencyBreakdown = _NOTHING
-    """Of that, where the time to the first token went."""
+    """Where the time to the first token went."""
     asked: int = 0
-    """New tokens that the main process of the paper's layout asked for candidates of."""
+    """New tokens for which the paper's main process asked for candidates."""
     foreseen: int = 0
-    """Of those, the tokens that were among the candidates, be it too late for their early start."""
+    """The asked tokens that were among the candidates, even if too late for an early start."""
     way_seconds: tuple[float, ...] = ()
-    """Seconds a token of one request alone in this run, by how it was guessed: not at all, from the text's repetitions,
-    by exit heads too; 0 where that was not tried. Empty where guessing is fixed."""
+    """Seconds a token of one request alone in this run, by way of guessing: none, the text's repetitions, and exit
+    heads too; 0 for a way not tried. Empty if guessing is fixed."""
 
     def __post_init__(self) -> None:
         passes = self.main_layer_passes, self.main_recomputed_layer_passes
@@ -155,21 +155,21 @@ class Stats(PathStats):
     """Tokens for which no candidate was right, none was ready in time, or, in a pause, none was asked for; or whose
     draft was wrong."""
     run_lengths: tuple[int, ...]
-    """Tokens between two misses, in order; of a self-speculative method, the tokens that the prompt's pass and each
-    verification gave. They sum to `new_tokens`."""
+    """Tokens between two misses, in order; for a self-speculative method, tokens of the prompt's pass and of each
+    verification. They sum to `new_tokens`."""
     sub_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes for candidates: d − d̄ a candidate."""
     sub_coherence_layer_passes: tuple[int, ...]
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
-    """Latency as a share of ordinary decoding's that Theorem 4.1 gives for this request's match rate; of stages, E[J]/N
-    for its first boundaries; of a self-speculative method, what SWIFT's equation 6 gives for its drafts."""
+    """Predicted share of ordinary decoding's latency: by Theorem 4.1 for this request's match rate; for stages, E[J]/N
+    of its first boundaries; for a self-speculative method, by SWIFT's equation 6 for its drafts."""
     first_boundary: tuple[int, ...] = ()
-    """Tokens that boundary 1, 2, … of the staged layout was the first to name, and last those that none named; empty in
-    other layouts. What the text's repetitions named counts with boundary 1; a first stage that was lost has lost its
+    """Counts of tokens that boundary 1, 2, … of the staged layout named first, and last of those that none named; empty
+    in other layouts. Tokens named by the text's repetitions count with boundary 1; a lost first stage loses its
     counts."""
     layout: Layout | None = None
-    """How the processes shared the layers, with what was chosen at the start; None where one process decoded."""
+    """How the processes shared the layers, with what was chosen at the start; None if one process decoded."""
     outside_guess_vocab: int = 0
     """New tokens that no boundary could name, since they are not among those of `guess_vocab`."""
     speculation: Speculation | None = None
@@ -177,7 +177,7 @@ class Stats(PathStats):
 
     @cached_property
     def match_rate(self) -> float | None:
-        """How often one of the candidates was right, in time or not; None where there were none."""
+        """How often one of the candidates was right, in time or not; None if there were none."""
         if self.asked:
             return self.foreseen / self.asked
         compared = self.hits + self.misses
@@ -185,19 +185,19 @@ class Stats(PathStats):
 
     @cached_property
     def hit_rate(self) -> float | None:
-        """Hits among the tokens that could be hits; in the paper's layout a right candidate that is late is none."""
+        """Hits among the tokens that could be hits; in the paper's layout late right candidates are misses."""
         compared = self.hits + self.misses
         return self.hits / compared if compared else None
 
     @cached_property
     def measured_ratio(self) -> float | None:
-        """Time a token as a share of what this run's tokens took without guesses; None where none went without."""
+        """Time a token over that of this run's tokens without guesses; None if no token went without."""
         alone = self.way_seconds[0] if self.way_seconds else 0.0
         return self.time_per_token_s / alone if alone and self.new_tokens > 1 else None
 
     @cached_property
     def acceptance_rate(self) -> float | None:
-        """α: accepted drafts among draft steps; None where nothing was drafted."""
+        """α: accepted drafts among draft steps; None if nothing was drafted."""
         drafted = sum(self.speculation.drafted) if self.speculation else 0
         return sum(self.speculation.accepted) / drafted if self.speculation and drafted else None
 
@@ -208,7 +208,7 @@ class Stats(PathStats):
 
     @cached_property
     def compression_rate(self) -> float:
-        """CR: tokens for each verification (Kangaroo, equation 1); 1 where there was none."""
+        """CR: tokens for each verification (Kangaroo, equation 1); 1 if there was none."""
         lengths = self._verified_lengths
         return sum(lengths) / len(lengths) if lengths else 1.0
 
@@ -228,20 +228,20 @@ class Stats(PathStats):
 
     @cached_property
     def time_per_token_s(self) -> float:
-        """Mean time of a token after the first; the whole latency where there is only one."""
+        """Mean time of a token after the first; the whole latency if there is only one."""
         if self.new_tokens <= 1:
             return self.latency_s
         return (self.latency_s - self.time_to_first_token_s) / (self.new_tokens - 1)
 
     @cached_property
     def ledger_per_token(self) -> LatencyBreakdown:
-        """Where the mean time of a token after the first went; the whole latency where there is only one."""
+        """Where the mean time of a token after the first went; the whole latency if there is only one."""
         if self.new_tokens <= 1:
             return self.ledger
         return self.ledger.per_token_since(self.first_token_ledger, self.new_tokens - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts and times, and the rates that follow from them, in JSON's values."""
+        """All counts and times, and the rates that follow from them, as JSON values."""
         rates = {
             "match_rate": self.match_rate,
             "hit_rate": self.hit_rate,
@@ -271,18 +271,18 @@ class GenerationResult:
     a token of `stop_token_ids`), timeout, or cancelled."""
     stats: Stats
     trace: Trace | None = None
-    """What every process did and when, where that was asked for."""
+    """What every process did and when, if asked for."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Each generated token's log-probability, where they were asked for."""
+    """Each generated token's log-probability, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Those of the prompt's tokens behind its first, where they were asked for."""
+    """Log-probabilities of the prompt's tokens after its first, if asked for."""
     seed: int = 0
-    """The request's, with which the text comes again; the one that was drawn where it was by chance."""
+    """The request's seed, given or drawn, which gives the text again."""
     news: News = NOTHING_NEW
-    """What came behind the last event of a stream."""
+    """What came after the last event of a stream."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the trace and the news, in JSON's values: `json.dumps` takes it, and `json.loads` gives it back."""
+        """All but the trace and the news, as JSON values: `json.dumps` takes it, and `json.loads` gives it back."""
         told = {name: getattr(self, name) for name in ("logprobs", "prompt_logprobs")}
         return {
             "text": self.text,
@@ -308,7 +308,7 @@ def run_lengths(hits: list[bool]) -> tuple[int, ...]:
 
 
 def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """Lists for tuples, as JSON gives them back."""
+    """Lists for tuples, as in JSON."""
     return {name: _as_json(value) for name, value in values.items()}
 
 

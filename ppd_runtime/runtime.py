@@ -55,9 +55,9 @@ class PPDRuntime(TextGenerator):
     Args:
         settings: those of `RuntimeConfig` by name; its fields say what they are.
         config: the same as one object, in place of them.
-        emulate: a slower device that every worker keeps to the times of, to measure protocol and scheduling with more
-            workers than there are devices; figures from it are an emulation's.
-        progress: is told in a line what the start-up waits for; None logs it.
+        emulate: a slower device whose times every worker keeps, to measure protocol and scheduling with more workers
+            than there are devices; figures from it are an emulation's.
+        progress: takes a line on what the start-up waits for; None logs it.
 
     Raises:
         ValueError: for settings that cannot work, before any process starts.
@@ -102,7 +102,7 @@ class PPDRuntime(TextGenerator):
         self._counting = threading.Lock()
 
     def _room(self) -> RequestQueue:
-        """For requests: as the settings have it, else by the memory at hand."""
+        """The request queue: room by settings, else by the memory at hand."""
         if not isinstance(self.layout, StagedLayout):
             return RequestQueue(1, None)
         config, most = self.config, self.config.max_cache_tokens
@@ -131,7 +131,7 @@ class PPDRuntime(TextGenerator):
         """Start the workers and wait until they have loaded their layers; a second call does nothing.
 
         Raises:
-            ValueError: where the model cannot be compiled, not on this machine, or does not fit on the workers' GPUs.
+            ValueError: if the model cannot be compiled, not on this machine, or does not fit on the workers' GPUs.
             RuntimeError: when a worker fails to start, with the worker's own message, or the runtime is closed.
         """
         with self._starting:
@@ -167,7 +167,7 @@ class PPDRuntime(TextGenerator):
     def cuts(self) -> tuple[int, ...]:
         """The staged layout's borders, each the number of layers before it; empty in the paper's layout.
 
-        Where they were not given, they are even until the workers start.
+        If they were not given, they are even until the workers start.
         """
         return self.layout.cuts
 
@@ -193,11 +193,11 @@ class PPDRuntime(TextGenerator):
 
     @property
     def main_cores(self) -> tuple[int, ...]:
-        """CPU cores that the main process stays on; empty where there are fewer cores than workers."""
+        """CPU cores that the main process stays on; empty if there are fewer cores than workers."""
         return self._specs[DECIDER].cores
 
     def unwell(self) -> list[str]:
-        """Who is needed and does not serve, by name; lost workers are replaced on the way."""
+        """Names of needed processes that do not serve; replaces lost workers."""
         if self._closing is not None and self._exchange is not None and not self._closed:
             try:
                 with self._closing.step():
@@ -252,7 +252,7 @@ class PPDRuntime(TextGenerator):
                 last = message.winner == NOT_ASKED
                 new_tokens += 1
                 outside += bool(guessable) and message.token_id not in guessable
-                known = not last and tells_hits  # of stages, the first tells later who was right
+                known = not last and tells_hits  # stages: the first tells later who was right
                 hit = message.winner != MISS if known else None
                 yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
             with closing.step():
@@ -276,7 +276,7 @@ class PPDRuntime(TextGenerator):
                 self._under_way.remove(begin.request)
 
     def _numbered(self, begin: Begin) -> Begin:
-        """The request with a number of its own, and those that are under way."""
+        """The request with its own number and the numbers under way."""
         with self._counting:
             request, self._next_request = self._next_request, self._next_request + 1
             begin = replace(begin, request=request, under_way=tuple(sorted(self._under_way)))

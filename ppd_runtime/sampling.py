@@ -1,4 +1,4 @@
-"""Logits → next token: logits processors, transformers' own where it has them, then noise keyed by (seed, position).
+"""Logits → next token: logits processors, transformers' own if it has them, then noise keyed by (seed, position).
 
 `argmax(processed_logits + noise)` is an exact sample of the processed distribution (the Gumbel-max trick). Whoever
 predicts the token early adds the same noise, so early and final choice agree far more often than two independent
@@ -33,8 +33,8 @@ from ppd_runtime.tracing.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
 _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification ask for the same
-_DOUBT = 1e-3  # of all probability: by so much less a sum in single precision may be wrong
-_LEAST_SURE = 1e-30  # of the highest probability: lower ones may be lost where they are divided by a sum
+_DOUBT = 1e-3  # share of all probability by which single-precision sums may be wrong
+_LEAST_SURE = 1e-30  # share of the highest probability: lower ones may be lost in dividing by a sum
 
 
 class Stream(IntEnum):
@@ -51,8 +51,8 @@ class Sampler:
 
     Args:
         params: how.
-        prompt_size: tokens at the beginning of every history that are the request's prompt; what counts new tokens
-            counts what is behind them, and the prompt's `params.num_generated` last ones.
+        prompt_size: the prompt's tokens at the beginning of every history; counts of new tokens include those after
+            them and the prompt's last `params.num_generated` ones.
         eos_token_ids: the model's, which end a text.
     """
 
@@ -60,10 +60,10 @@ class Sampler:
         self.params = params
         self._changes = score_changes(params, prompt_size, eos_token_ids)
         self.plain = params.greedy and not self._changes
-        """Whether the choice is the highest of the logits as they are."""
+        """Whether the choice is simply the highest logit."""
         self._by_numpy = not params.greedy and not self._changes
         self._scale = 1.0 if params.greedy else params.temperature
-        """Of scores, for their softmax to be the chances."""
+        """Scores times this have the chances as softmax."""
         self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
         self._of_prompt: list[TokenLogprobs] = []
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
@@ -84,7 +84,7 @@ class Sampler:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`.
 
         Raises:
-            RequestError: where no number says which, or a processor of the request's fails.
+            RequestError: if no number says which, or a processor of the request's fails.
         """
         token = self._chosen(logits, history)
         if token == NO_TOKEN:
@@ -93,11 +93,11 @@ class Sampler:
         return token
 
     def no_choice(self, logits: Tensor, position: int) -> RequestError:
-        """The error where no token can be chosen for a position: by the model's logits, or by what became of them."""
+        """The error if no token can be chosen for a position, by the model's logits or by the changed ones."""
         return no_numbers(position) if choice(logits) == NO_TOKEN else no_scores(position)
 
     def note(self, logits: Tensor, token: int, position: int) -> None:
-        """Keep the log-probabilities of a token that was chosen for a position, where they are asked for."""
+        """Keep the log-probabilities of a token that was chosen for a position, if they are asked for."""
         if self.params.logprobs is not None:
             own = token_logprobs(logits, token, self.params.logprobs, position)
             self._noted.append((*self._of_prompt, own))
@@ -106,10 +106,10 @@ class Sampler:
     def note_prompt(
         self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, prompt_ids: Sequence[int], position: int = 0
     ) -> None:
-        """Keep the prompt's log-probabilities for its first new token, where they are asked for.
+        """Keep the prompt's log-probabilities for its first new token, if they are asked for.
 
         Args:
-            logits_of: final norm and head over one hidden state, as a chosen token has them.
+            logits_of: final norm and head over one hidden state, as for a chosen token.
             hidden: `[1, tokens, hidden_size]` after all layers, of the prompt's chunk at `position`, in order; the
                 first one is a new beginning.
         """
@@ -123,7 +123,7 @@ class Sampler:
             self._of_prompt.append(token_logprobs(logits, token, most, position + 1 + row))
 
     def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Take the oldest log-probabilities not yet taken: the prompt's, then a token's; empty where not asked for."""
+        """Take the oldest log-probabilities not yet taken: the prompt's, then a token's; empty if not asked for."""
         return self._noted.popleft() if self._noted else ()
 
     def _chosen(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -138,9 +138,9 @@ class Sampler:
         return self._choose(logits, history)
 
     def _choice_without_doubt(self, logits: np.ndarray, position: int) -> int | None:
-        """What `_choose` gives, where the filters beyond doubt keep what is the choice without them.
+        """The choice of `_choose`, if the filters surely keep the choice without them; else None.
 
-        That is soon told for one token; which tokens they keep, takes them a sort and most of a choice's time.
+        Checking one token is quick. Finding all kept tokens takes a sort and most of a choice's time.
         """
         scaled = self._scaled(logits)
         token = int((scaled + self._noise_at(position, len(logits))).argmax())
@@ -178,7 +178,7 @@ class Sampler:
         return token
 
     def choices(self, logits: Tensor) -> list[int] | None:
-        """Like `choose`, behind each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None where
+        """Like `choose`, after each of several tokens at once, from `[tokens, vocab_size]`, or NO_TOKEN; None if
         earlier tokens matter, or each has to be noted."""
         if not self.plain or self.params.logprobs is not None:
             return None
@@ -189,22 +189,22 @@ class Sampler:
         return best(self.noisy_scores(logits, history), k)
 
     def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
-        """Like `rank`, behind each of several texts; each token with its chance (see `chances`).
+        """Like `rank`, after each of several texts; each token with its chance (see `chances`).
 
-        `logits` are `[texts, vocab_size]`: what is asked of PyTorch for all of them at once, it is asked for once.
+        `logits` are `[texts, vocab_size]`: PyTorch is called once for all texts.
         """
         scores = logits if self.plain else self._noisy_rows(logits, histories)
         named = best_of_each(scores, k)
         chances = self.chances(scores).gather(1, torch.tensor(named, device=scores.device)).tolist()
-        numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # where scores are none, 0
+        numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # 0 if scores are NaN
         return [list(zip(*row, strict=True)) for row in zip(named, numbers, strict=True)]
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """What the token that follows `history` is chosen by, `[vocab_size]`: its argmax is the likeliest choice."""
+        """The scores that choose the token after `history`, `[vocab_size]`: the argmax is the likeliest choice."""
         return logits if self.plain else self._noisy_rows(logits[None], [history])[0]
 
     def _noisy_rows(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
-        """`[texts, vocab_size]`, like the logits: what would be a call for each text is one for all."""
+        """`[texts, vocab_size]`, like the logits, with one call for all texts instead of one each."""
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
             return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
@@ -228,8 +228,8 @@ class Sampler:
         """How likely each token is to be full depth's choice, from an exit's `noisy_scores`, `[vocab_size]` like them.
 
         With shared noise a sampled choice is a greedy one among `logits + temperature * noise`: full depth adds the
-        same noise and departs from the exit's logits by as much at any temperature. So a greedy draft's measure, the
-        softmax, is taken of just these. It is exact where the logits depart by independent standard Gumbel numbers.
+        same noise, and its logits differ from the exit's by as much at any temperature. So the softmax, a greedy
+        draft's measure, is of these. It is exact if the logits differ by independent standard Gumbel numbers.
         """
         return (scores if self._scale == 1 else self._scale * scores).softmax(-1)
 
@@ -241,23 +241,23 @@ class Sampler:
             return token, float(chances[token])
         numbers = scores.numpy()
         token = int(numbers.argmax())
-        with np.errstate(invalid="ignore"):  # where a score is infinite, there is no telling
+        with np.errstate(invalid="ignore"):  # if a score is infinite, there is no telling
             behind = numbers - numbers[token]
         return token, 1 / float(np.exp(behind if self._scale == 1 else self._scale * behind).sum())
 
     def distribution(self, logits: Tensor, history: Sequence[int], guessed: bool = False) -> Tensor:
         """`[vocab_size]` float64 probabilities of the tokens that may follow `history`; temperatures above 0 only.
 
-        They are NaN, all of them, where a logit is NaN or infinitely high. `guessed`: of logits that decide nothing.
+        All are NaN if a logit is NaN or infinitely high. `guessed`: for logits that decide nothing.
         """
         change = self._guessed if guessed else self._changed
         scores = self._temperature(None, change(_on_the_cpu(logits), history)[None])
         return self._filters(None, scores)[0].softmax(-1, dtype=torch.float64)
 
     def scores(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """What `rank` sorts by where the temperature is above 0, for many positions: `[rows, vocab_size]`, like both.
+        """The scores that `rank` sorts by above temperature 0, for many positions: `[rows, vocab_size]`, like both.
 
-        The caller has had them `changed`; `noise` is that of the rows' positions.
+        `logits` went through `changed`; `noise` is that of the rows' positions.
         """
         scaled = self._temperature(None, logits)
         noisy = scaled + noise
@@ -275,18 +275,18 @@ class Sampler:
         return logits if self._scale == 1 else logits / np.float32(self._scale)
 
     def _least_kept(self, scaled: np.ndarray) -> float:
-        """The lowest of the scores that the filters keep; among equal ones at the border they keep not all."""
+        """The lowest kept score of the filters; of equal scores at the border they may drop some."""
         ranked = np.sort(scaled)
         if self._top_k:
             ranked = ranked[-self._top_k :]
-        with np.errstate(invalid="ignore"):  # of what is no number nothing is asked
+        with np.errstate(invalid="ignore"):  # nothing is asked of NaN
             up_to_each = np.cumsum(np.exp(ranked - ranked[-1]))
         border = np.searchsorted(up_to_each, (1 - self._top_p) * up_to_each[-1], side="right")
         lowest = float(ranked[min(border, len(ranked) - 1)])
         return max(lowest, float(ranked[-1]) + math.log(self._min_p)) if self._min_p else lowest
 
     def changed(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
-        """The logits behind all but temperature and filters, `[texts, vocab_size]` like them."""
+        """Logits after all but temperature and filters, `[texts, vocab_size]` like `logits`."""
         if not self._changes:
             return logits
         return torch.stack([self._changed(row, text) for row, text in zip(logits, histories, strict=True)])
@@ -295,7 +295,7 @@ class Sampler:
         """The `changed` logits of one text, `[vocab_size]`."""
         if not self._changes:
             return logits
-        text = np.fromiter(history, np.int64, len(history))  # of a long text a tensor takes nine times as long
+        text = np.fromiter(history, np.int64, len(history))  # for long texts a tensor takes nine times as long
         input_ids, scores = torch.from_numpy(text).to(logits.device)[None], logits[None]
         with np.errstate(over="ignore"):  # a length penalty's power may become infinite
             for change in self._changes:
@@ -303,7 +303,7 @@ class Sampler:
         return scores[0]
 
     def _guessed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """Like `_changed`, for a guess: it stands behind a text that may never come, on which a processor may fail."""
+        """Like `_changed`, for a guess: a processor may fail on its text, which may never come."""
         try:
             return self._changed(logits, history)
         except RequestError:
@@ -311,12 +311,12 @@ class Sampler:
 
 
 class Draws:
-    """A request's random numbers, each of which is drawn once: nothing that came before it can know it.
+    """A request's random numbers, each drawn once: nothing earlier can depend on it.
 
     Args:
         seed: the request's (u64).
         prompt_length: its prompt's tokens: a continuation of a text with the same seed gets other numbers.
-        earlier: requests whose numbers may still steer this one, so that the same seed must give it others.
+        earlier: requests whose numbers may still influence this one, so the same seed must give it others.
     """
 
     def __init__(self, seed: int, prompt_length: int, earlier: int = 0) -> None:
@@ -330,7 +330,7 @@ class Draws:
         """A draw from `[vocab_size]` float64 probabilities, which need not sum to 1; never one of probability 0.
 
         Raises:
-            ValueError: where they are no probabilities.
+            ValueError: if they are no probabilities.
         """
         up_to_each = chances.cpu().numpy().cumsum()
         total = float(up_to_each[-1])
@@ -365,8 +365,8 @@ class TimedSampler(Sampler):
 
 
 def _on_the_cpu(logits: Tensor) -> Tensor:
-    """Where a token is decided unless it is the highest logit: on GPUs a running sum, such as top-p's, may come out
-    another way each time, and so may the token at its border.
+    """Move logits to the CPU, which decides all tokens but highest logits: on GPUs a running sum, such as top-p's, may
+    differ each time, and so may the token at its border.
     """
     return logits if logits.is_cpu else logits.cpu()
 

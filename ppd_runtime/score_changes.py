@@ -1,7 +1,7 @@
-"""What changes the next token's scores before filters and noise: transformers' own processors in `generate`'s order.
+"""Changes of the next token's scores before filters and noise: transformers' own processors in `generate`'s order.
 
-`generate` makes them of settings with the same names, so the bits are the same. What it lacks, OpenAI's bias and
-penalties, is ours.
+`generate` makes them of settings with the same names, so the bits are the same. It lacks OpenAI's bias and penalties;
+they are ours.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,14 +37,14 @@ def score_changes(params: SamplingParams, prompt_size: int, eos_token_ids: Itera
 
     Args:
         params: the request's.
-        prompt_size: tokens of its prompt, those among them that count as generated (`params.num_generated`).
+        prompt_size: tokens of its prompt, with those that count as generated (`params.num_generated`).
         eos_token_ids: the model's, which end a text.
     """
     size = max(prompt_size - params.num_generated, 0)
     ends = sorted({*(() if params.ignore_eos else (*eos_token_ids, *params.eos_token_ids)), *params.stop_token_ids})
     own = [*_likelier(params, size), *_length(params, size, ends), *_forced(params, prompt_size, size, ends)]
     given = {type(processor): processor for processor in reversed(params.logits_processors)}
-    taken: list[Any] = [given.get(type(change), change) for change in own]  # a request's own of that kind is its own
+    taken: list[Any] = [given.get(type(change), change) for change in own]  # a request's own processor has priority
     if params.presence_penalty or params.frequency_penalty:
         taken.append(partial(_without_repeated, params, size))
     taken += [processor for processor in params.logits_processors if processor not in taken]
@@ -96,7 +96,7 @@ def _forced(params: SamplingParams, prompt_size: int, size: int, ends: list[int]
         )
     if ends and params.exponential_decay_length_penalty:
         start, factor = params.exponential_decay_length_penalty
-        decay = start, np.float64(factor)  # whose powers become infinite and raise no error
+        decay = start, np.float64(factor)  # its powers become infinite without an error
         found.append(ExponentialDecayLengthPenalty(decay, ends, size))
     if params.suppress_tokens:
         found.append(SuppressTokensLogitsProcessor(list(params.suppress_tokens)))
@@ -107,7 +107,7 @@ def _forced(params: SamplingParams, prompt_size: int, size: int, ends: list[int]
 
 
 class _OfThePrompt:
-    """A processor that is made of the prompt's tokens, which the first text begins with."""
+    """A processor made from the prompt's tokens, which begin the first text."""
 
     def __init__(self, make: Callable[[Tensor], LogitsProcessor], size: int) -> None:
         self._make, self._size = make, size

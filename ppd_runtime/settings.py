@@ -1,4 +1,4 @@
-"""Settings as their dataclasses have them, for signatures and command lines: name, type, default and documentation."""
+"""Reads settings' names, types, defaults and documentation off their dataclasses, for signatures and options."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @lru_cache
 def documentation(settings: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, in one line, as its source has it; none without the source."""
+    """The docstring below each field in a dataclass's source, in one line; empty without the source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[settings.__module__]))
     except OSError:
@@ -39,16 +39,16 @@ def summary(settings: type, name: str) -> str:
 
 
 def default_of(field: "Field[Any]") -> Any:
-    """What a field is where nothing is said."""
+    """A field's default value."""
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def takes_settings(settings: type, names: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """Have `help` and `inspect.signature` show a class' `**settings` as the fields that it stands for.
+    """Make `help` and `inspect.signature` show a class' `**settings` as the fields behind it.
 
     Args:
         settings: the dataclass whose fields may be given by name.
-        names: which of them, by the names that the class has for them; None is all, by their own.
+        names: which of them, keyed by the class's names for them; None is all, by their own.
     """
     by_name = {field.name: field for field in fields(settings)}
     taken = {name: by_name[own] for name, own in (names or {name: name for name in by_name}).items()}

@@ -16,7 +16,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """A byte as SentencePiece's vocabularies write it."""
 _EACH_BYTE = "ppd_runtime.each_byte"
 _MOST_EMPTY = 8
-"""Tokens without text that are kept, as spaces are where they show before a word alone; of more, some are lost."""
+"""Most kept tokens without text, such as spaces that show only before a word; with more, some are lost."""
 
 
 def _bytes_by_letter() -> dict[str, int]:
@@ -31,7 +31,7 @@ _LETTERS = _bytes_by_letter()
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    """An error handler as `codecs` has them: "replace" shows several bytes that began a character as one U+FFFD."""
+    """An error handler for `codecs`: "replace" shows several bytes that began a character as one U+FFFD."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return _INCOMPLETE * (error.end - error.start), error.end
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     """What a token adds to a text."""
 
     content: bytes
-    """In UTF-8; perhaps a part of a character. A special token's is as it is written."""
+    """In UTF-8; perhaps a part of a character. A special token has its spelling."""
     shown: bool
     """Whether it is part of the text, which special tokens are not."""
 
@@ -82,13 +82,13 @@ class Pieces:
         return piece
 
     def characters(self) -> codecs.IncrementalDecoder:
-        """What makes characters of the shown pieces; what can be no part of one is U+FFFD, as the tokenizer has it."""
+        """Decodes shown pieces to characters; bytes that belong to none are U+FFFD, as in the tokenizer."""
         number = self._tokenizer.convert_tokens_to_ids("<0xF0>")
         has_bytes = number is not None and self._decode([number]) == _INCOMPLETE
         return codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if has_bytes else "replace")
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        # Spaces that are cleaned up behind a text are told by then.
+        # Cleaning up would remove spaces that were already given.
         return str(
             self._tokenizer.decode(
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -99,8 +99,7 @@ class Pieces:
 class TextStream:
     """The text of a growing sequence; holds back incomplete characters and what may become a stop text.
 
-    A stop text is looked for in the text with its special tokens as they are written, and in the text that is shown,
-    which leaves them out.
+    Stop texts are looked for in the text with special tokens as written, and in the shown text without them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
@@ -115,7 +114,7 @@ class TextStream:
         return any(search.found for search in self._searches)
 
     def push(self, token_id: int) -> str:
-        """Add a token; the text that is now certain."""
+        """Add a token; gives the now certain text."""
         piece = self._pieces.push(token_id)
         if piece.shown:
             return self._release(self._characters.decode(piece.content))
@@ -134,7 +133,7 @@ class TextStream:
         return self._certain(last)
 
     def _pass_over(self, special: str) -> str:
-        """A special token ends a character that has begun only for whoever looks for stop texts."""
+        """A special token ends a begun character only in the search for stop texts."""
         if self.stopped:
             return ""
         if len(self._searches) == 1:
@@ -157,16 +156,16 @@ class _StopSearch:
         self.found = 0
         """Characters from where a stop text begins; 0: none has come."""
         self._stops = stops
-        self._end = ""  # of the text, where it may be the beginning of a stop text
+        self._end = ""  # the text's end that may begin a stop text
         self._shown: list[bool] = []
 
     @property
     def held(self) -> int:
-        """Characters, of those that are shown, that may be or are part of a stop text, with what follows."""
+        """Shown characters that may be or are part of a stop text, with what follows."""
         return sum(self._shown)
 
     def push(self, new: str, shown: bool) -> int:
-        """Add text, which is shown or not; what has been found."""
+        """Add text, shown or not; returns `found`."""
         text, marks = self._end + new, self._shown + [shown] * len(new)
         places = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         begins = min(places) if places else len(text) - _overlap(text, self._stops)
@@ -178,7 +177,7 @@ class _StopSearch:
 class StopRule:
     """Says after each token whether the generation ends there, and why.
 
-    Of `prompt_ids` the last `params.num_generated` belong to the text in which stop texts are looked for.
+    The last `params.num_generated` of `prompt_ids` belong to the text that is searched for stop texts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Token ids in lists, sequences and with biases, as people and files give them: checked, and as tuples of one form."""
+"""Checks token ids in lists, in sequences and with biases, and makes tuples of one form of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ TokenIds = tuple[int, ...]
 
 
 def token_ids(name: str, given: object) -> TokenIds:
-    """A list of token ids, or one that stands alone."""
+    """A list of token ids, or a single one."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = (given,)
     if not isinstance(given, list | tuple):

@@ -1,7 +1,7 @@
 """Layouts on devices that are not here: the formulas over the parts of a token, ranked by predicted time.
 
 A device holds one process: the main process and k sub-processes of the paper's layout need k + 1, N stages need N.
-Times are for a token after the first, whose pass over the prompt every way of decoding has in common.
+Times are for a token after the first; every method shares the first token's pass over the prompt.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ppd_runtime.cost_model.tradeoff import MatchRates
 
 @dataclass(frozen=True)
 class Parts:
-    """What the parts of a token take on a device, in milliseconds; a part that is left out costs nothing.
+    """Times of a token's parts on a device, in milliseconds; an omitted part costs nothing.
 
     Raises:
         ValueError: naming the value and the allowed range.
@@ -52,12 +52,12 @@ class Predicted:
     name: str
     devices: int
     options: str
-    """What asks `ppd generate` for it; empty for tensor parallelism, which this project does not have."""
+    """The options of `ppd generate` for it; empty for tensor parallelism, which this project lacks."""
     ms_per_token: float
     speedup: float
     """Ordinary decoding's time per token over this one's."""
     allowed_speedup: float
-    """The speed-up where layers alone take time: Theorem 4.1's for long texts, or N/E[J]."""
+    """The speed-up if only layers take time: Theorem 4.1's for long texts, or N/E[J]."""
     compute_per_token: float
     """Full passes of all layers, by all devices; ordinary decoding's is 1."""
 
@@ -72,9 +72,9 @@ def check_request(devices: int, all_reduce_ms: float | None) -> None:
 def rank(
     num_layers: int, rates: MatchRates, parts: Parts, devices: int, all_reduce_ms: float | None = None
 ) -> list[Predicted]:
-    """Every setting of `rates` that fits so many devices, the fastest first.
+    """Every setting of `rates` that fits the devices, the fastest first.
 
-    Tensor parallelism stands among them where an all-reduce's time is given.
+    Tensor parallelism is included if an all-reduce's time is given.
 
     Raises:
         ValueError: for rates or shares outside [0, 1], and layers that Theorem 4.1 or the stages do not cover.

@@ -18,7 +18,7 @@ def draw(rows: Sequence[Tradeoff], path: Path) -> None:
     """Draw latency against compute per unit of time (Figure 3) and per token (Figure 4) into an image file.
 
     Raises:
-        ValueError: where matplotlib is not installed, or does not know the kind of file.
+        ValueError: if matplotlib is not installed, or does not know the kind of file.
     """
     figure = new_figure(11, 4.5)
     per_time, per_token = figure.subplots(1, 2, sharey=True)
@@ -42,8 +42,8 @@ def _draw_panel(axes: "Axes", rows: Sequence[Tradeoff], compute: str, label: str
 
 
 def curves(rows: Sequence[Tradeoff]) -> Curves:
-    """The rows of each curve by its name, k growing along it: one for an exit layer whose rate goes with k (as
-    measured rates do), else one for each exit layer and match rate."""
+    """Each curve's rows by its name, in order of k: one curve for an exit layer whose rate goes with k (as measured
+    ones do), else one for each exit layer and match rate."""
     settings = {(row.exit_layer, row.k) for row in rows}
     measured = len(settings) == len(rows) and len({row.match_rate for row in rows}) > 1
     grouped: defaultdict[str, list[Tradeoff]] = defaultdict(list)

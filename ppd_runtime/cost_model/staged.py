@@ -8,7 +8,7 @@ rising order.
 A stage takes as long as the longest one, and a pass has room for every candidate. The last stage's final head is taken
 to be no longer than what the longest stage has beside its layers.
 
-Every function raises a ValueError for cuts that are none of `num_layers`, shares outside [0, 1], of another number than
+Every function raises a ValueError for cuts that do not fit `num_layers`, shares outside [0, 1], of another number than
 the stages or of another sum than 1, and negative times or rows.
 """
 
@@ -28,7 +28,7 @@ _ROUNDING = 1e-6
 
 
 def check_shares(shares: Sequence[float], stages: int | None = None) -> None:
-    """Shares from 0 to 1 that sum to 1, two or more; as many as `stages` where that is given."""
+    """Shares from 0 to 1 that sum to 1, two or more; as many as `stages` if that is given."""
     for share in shares:
         check_share("first_boundary", share)
     asked, wanted = ",".join(f"{share:g}" for share in shares), stages or max(2, len(shares))
@@ -54,7 +54,7 @@ def expected_first_boundary(shares: Sequence[float]) -> float:
 
 
 def expected_from_cumulative(cumulative: Sequence[float]) -> float:
-    """E[J] from P_1 … P_{N−1}: `1 + Σ (1 − P_j)`; raises ValueError where a later one is less than one before."""
+    """E[J] from P_1 … P_{N−1}: `1 + Σ (1 − P_j)`; raises ValueError if a later one is less than one before."""
     for share in cumulative:
         check_share("cumulative", share)
     if any(before > behind for before, behind in itertools.pairwise(cumulative)):
@@ -63,7 +63,7 @@ def expected_from_cumulative(cumulative: Sequence[float]) -> float:
 
 
 def speedup_bound(shares: Sequence[float]) -> float:
-    """N / E[J]: the speed-up of even stages over ordinary decoding where layers alone take time."""
+    """N / E[J]: the speed-up of even stages over ordinary decoding if only layers take time."""
     return len(shares) / expected_first_boundary(shares)
 
 
@@ -78,7 +78,7 @@ def stage_time(num_layers: int, cuts: Sequence[int], times: Times) -> float:
 def token_time(num_layers: int, cuts: Sequence[int], shares: Sequence[float], times: Times) -> float:
     """Time of a token after the first: `(T/N + c)·E[J]` and a head, in `times`' unit.
 
-    The head is the exit head σ where a boundary named the token, the final one λ where none did.
+    The head is the exit head σ if a boundary named the token, else the final one λ.
     """
     check_shares(shares, len(cuts) + 1)
     heads = (1 - shares[-1]) * times.exit_head + shares[-1] * times.head
@@ -100,7 +100,7 @@ def expected_time(
 def latency_ratio(
     num_layers: int, cuts: Sequence[int], shares: Sequence[float], num_new_tokens: int, times: Times | None = None
 ) -> float:
-    """`expected_time` as a share of ordinary decoding's with its final heads; without `times` layers alone count."""
+    """`expected_time` as a share of ordinary decoding's with its final heads; without `times` only layers count."""
     known = times or Times()
     staged = expected_time(num_layers, cuts, shares, num_new_tokens, known)
     return staged / ordinary_time(num_layers, num_new_tokens, known)
@@ -115,7 +115,7 @@ def limit_latency_ratio(
 
 
 def dropped_rows(k: int, shares: Sequence[float]) -> float:
-    """Rows a token that run and are dropped, where each boundary up to the first right one adds k, less the right one.
+    """Rows a token that run and are dropped, if each boundary up to the first right one adds k, less the right one.
 
     That is `k·E[min(J, N − 1)]` less J's shares before never. Candidates of candidates come on top, and those that only
     boundaries behind the first right one name.
@@ -126,11 +126,10 @@ def dropped_rows(k: int, shares: Sequence[float]) -> float:
 
 
 def compute_per_token(num_layers: int, cuts: Sequence[int], rows_per_token: float) -> float:
-    """Full passes of d layers a token: its own row's, and `rows_per_token` rows' that are dropped.
+    """Full passes of d layers a token: its own row's, and those of `rows_per_token` dropped rows.
 
-    A row enters when its parent has left a stage, and is dropped when its parent has left the last one: it runs the
-    layers up to the last cut at the most, which is what is counted. With N = 2, half depth and `dropped_rows` it is
-    equation 6.
+    A row enters when its parent has left a stage, and is dropped when its parent has left the last one: it runs at most
+    the layers up to the last cut, which are counted. With N = 2, half depth and `dropped_rows` it is equation 6.
     """
     check_cuts(num_layers, cuts)
     check_number("rows_per_token", rows_per_token)

@@ -25,7 +25,7 @@ class StagedTradeoff:
     expected_first_boundary: float
     """Stage times a token."""
     speedup_bound: float
-    """With even stages, for long texts, where layers alone take time."""
+    """With even stages, for long texts, if only layers take time."""
     latency_ratio: float
     """Latency of the text as a share of ordinary decoding's, with its final heads and what else takes time."""
     speedup: float
@@ -40,7 +40,7 @@ class StagedTradeoff:
     """None without times."""
 
     def as_dict(self) -> dict[str, object]:
-        """The fields by name; the time only where times were given."""
+        """The fields by name; the time only if times were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -58,7 +58,7 @@ def predict(
         num_layers: the model's.
         setting: cuts, k and shares.
         num_new_tokens: of the text; its first token passes all stages.
-        times_ms: in milliseconds; without them layers alone take time.
+        times_ms: in milliseconds; without them only layers take time.
         rows_per_token: rows that are dropped; None: `staged.dropped_rows`.
         all_reduce_ms: tensor parallelism's; None: gpt-fast's on A100 GPUs, without times in its model's layer times.
 
@@ -105,7 +105,7 @@ def given_settings(num_layers: int, stages: int, shares: Sequence[float], ks: Se
 def measured_settings(
     num_layers: int, stages: Sequence[int], measured: MatchRates, ks: Sequence[int] | None
 ) -> list[Setting]:
-    """All that was measured for these numbers of stages; of `ks` alone where they are given.
+    """All that was measured for these numbers of stages; only for `ks` if they are given.
 
     Raises:
         ValueError: for a number of stages or a k that was not measured, or cuts that are not the model's.

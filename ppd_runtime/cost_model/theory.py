@@ -149,7 +149,7 @@ class Times:
     hop: float = 0.0
     """c: a message from one process to another."""
     width: float = 1.0
-    """w: a sub-process' pass over its candidates, in passes over one; 1 where memory traffic is all that counts."""
+    """w: a sub-process' pass over its candidates, in passes over one; 1 if only memory traffic counts."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -170,12 +170,12 @@ def hit_time(num_layers: int, exit_layer: int, times: Times) -> float:
 
     It is exact while hops and exit heads are short beside the layers, which means four things:
     - The winner's entries reach the other sub-processes before they need them: one worker, or c < (2d̄ − d)τ, or c ≤ σ
-      where d̄ = d/2.
+        if d̄ = d/2.
     - A sub-process is back in step one token after a miss: σ + (w − 1)(d − d̄)τ ≤ λ + (2d̄ − d)τ.
     - Every candidate is named before the token is: 2c + σ ≤ λ + (d − d̄)τ.
     - After that no early start takes longer than (d − d̄)τ to come.
 
-    Where one of them does not hold a hit takes longer.
+    If one of them does not hold, a hit takes longer.
     """
     check_layers(num_layers, exit_layer)
     wider = (times.width - 1) * (num_layers - exit_layer) * times.layer

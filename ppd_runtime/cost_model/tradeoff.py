@@ -25,14 +25,14 @@ class MatchRates:
     """Measured match rates of one model."""
 
     source: str
-    """Where they are from, for messages to people."""
+    """Their origin, for messages."""
     rates: Rates
     num_layers: int | None = None
-    """The model's layers; None where they are not noted."""
+    """The model's layers; None if they are not noted."""
     first_boundary: BoundaryShares = field(default_factory=dict)
-    """The staged layout's; empty where none were measured."""
+    """The staged layout's; empty if none were measured."""
     weights: str | None = None
-    """The format of the model's weights, or floats; None where it is not noted."""
+    """The format of the model's weights, or floats; None if it is not noted."""
 
     def layers(self, given: int | None, otherwise: int | None = None) -> int:
         """The model's layers: these rates' own, else those `given`, else `otherwise`.
@@ -51,7 +51,7 @@ class MatchRates:
         """The rates that Theorem 4.1 covers, d/2 ≤ d̄ < d, and the exit layers left out.
 
         Raises:
-            ValueError: where it covers none, or an exit layer is not before the last layer.
+            ValueError: if it covers none, or an exit layer is not before the last layer.
         """
         last = max(exit_layer for exit_layer, _ in self.rates)
         if last >= num_layers:
@@ -88,7 +88,7 @@ class Tradeoff:
     """With the overheads of given times; None without times."""
 
     def as_dict(self) -> dict[str, int | float]:
-        """The fields by name; the time only where times were given."""
+        """The fields by name; the time only if times were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -127,7 +127,7 @@ def combine(
 
 
 def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | None) -> list[tuple[int, int, float]]:
-    """The measured (exit layer, k, match rate) of the exit layers and ks asked for; None asks for all there are.
+    """The measured (exit layer, k, match rate) of the exit layers and ks asked for; None asks for all.
 
     Raises:
         ValueError: for a setting that was not measured.
@@ -200,7 +200,7 @@ def _boundary_shares(rows: Sequence[Any]) -> BoundaryShares:
 
 
 def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """Numbers between commas; raises ValueError naming what is none."""
+    """Parse numbers between commas; ValueError names what is none."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:

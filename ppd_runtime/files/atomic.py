@@ -11,7 +11,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path that becomes `path` at the end, or goes away if something fails before.
 
     Raises:
-        ValueError: where `path` cannot be written.
+        ValueError: if `path` cannot be written.
     """
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:

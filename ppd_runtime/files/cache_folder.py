@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     administrator's, which the user may read.
 
     Raises:
-        ValueError: where it cannot be made, or others may put code there that would be run here.
+        ValueError: if it cannot be made, or others may put code there that would be run here.
     """
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -69,7 +69,7 @@ def _user() -> int:
 
 
 def with_way_out(error: Exception) -> str:
-    """Why something cannot be kept, and how it could be."""
+    """An error's text with a way out."""
     hint = "" if "XDG_CACHE_HOME" in str(error) else "; set XDG_CACHE_HOME to a folder that can be written"
     return f"{error}{hint}"
 
@@ -80,21 +80,21 @@ def ingredients_name(ingredients: Mapping[str, Any]) -> str:
 
 
 def capabilities(device: torch.device) -> list[str]:
-    """What a device can do that decides which code is possible, and fast, on it."""
+    """The capabilities of a device that decide which code is possible and fast."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device)]
     return sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
 
 
 def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None], suffix: str = ".pt2") -> Path:
-    """The file made from `ingredients` (JSON values), by `make(path)` where it is missing or damaged.
+    """The file made from `ingredients` (JSON values), by `make(path)` if it is missing or damaged.
 
-    Where the cache folder cannot have it, one in `temporary_folder`, with a line of warning.
+    If the cache folder cannot have it, it is in `temporary_folder`, with a line of warning.
 
     Two processes that make the same file at once both succeed, and readers only ever see a whole one.
 
     Raises:
-        ValueError: where there is no folder to make it in.
+        ValueError: if there is no folder to make it in.
     """
     name = ingredients_name(ingredients)
     if found := kept_artifact(name, suffix):
@@ -106,7 +106,7 @@ def artifact(ingredients: Mapping[str, Any], make: Callable[[Path], None], suffi
 
 
 def kept_artifact(name: str, suffix: str = ".pt2") -> Path | None:
-    """The whole file that stands for a name of `ingredients_name`; None where there is none; raises as `artifact`."""
+    """The whole file for a name of `ingredients_name`; None if there is none; raises as `artifact`."""
     with _told_in_a_line():
         return next((found for folder in _folders() if (found := find(folder, name, suffix))), None)
 
@@ -120,7 +120,7 @@ def _told_in_a_line() -> Iterator[None]:
 
 
 def _folders() -> Iterator[Path]:
-    """Where it may be."""
+    """Where to look."""
     try:
         yield cache_folder()
     except ValueError as error:

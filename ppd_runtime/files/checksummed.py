@@ -1,7 +1,7 @@
-"""Files of a cache folder whose names bear a checksum of what is in them: NAME-CHECKSUM.SUFFIX.
+"""Files of a cache folder whose names bear a checksum of their contents: NAME-CHECKSUM.SUFFIX.
 
-A file that has been damaged since is found out before anybody maps, loads or runs it. A name and its checksum appear at
-once, so there is no moment, and no crash, that parts them.
+Damage is found before anybody maps, loads or runs a file. A name and its checksum appear together, so that no moment
+and no crash parts them.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from ppd_runtime.host import available_cores
 
 logger = logging.getLogger(__name__)
 BLOCK = 2**23
-"""Bytes whose checksum is one of those that a file's is made of."""
+"""Bytes of a block: a file's checksum is made of its blocks'."""
 UNFINISHED, CHECKED = ".unfinished", ".checked"
 """Endings of files that are being written, and of notes on what was found whole."""
 WORTH_NOTING = 2**24
-"""Bytes of a file from which on a host's processes rely on each other's checks; smaller ones take no time."""
+"""From this many bytes, a host's processes rely on each other's checks; smaller files take no time."""
 PATIENCE_S = 60.0
 """Longest wait for another process that checks or makes the same file."""
 _LATELY_S = 300.0
@@ -40,10 +40,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def checksum(path: Path) -> str:
-    """A file's, in 8 hexadecimal digits, as `of_blocks` has it; found on all cores.
+    """A file's checksum, 8 hexadecimal digits by `of_blocks`; uses all cores.
 
     Raises:
-        OSError: where it cannot be read.
+        OSError: if it cannot be read.
     """
     starts = range(0, path.stat().st_size, BLOCK)
     if len(starts) < 2:
@@ -66,10 +66,10 @@ def is_whole(path: Path) -> bool:
 
 
 def has_checksum(path: Path, value: str) -> bool:
-    """Whether a file has this checksum, as a process of this host found a moment ago, or as it is found now.
+    """Whether a file has this checksum, as this host found a moment ago or finds now.
 
     Raises:
-        OSError: where it cannot be read.
+        OSError: if it cannot be read.
     """
     if not _is_small(path) and _whole_lately(path):
         return True
@@ -81,11 +81,11 @@ def has_checksum(path: Path, value: str) -> bool:
 
 
 def find(folder: Path, name: str, suffix: str) -> Path | None:
-    """The file of this name, found whole a moment ago by this process or another one of this host; None where there is
-    none. A damaged one is removed, with a line of warning; who asks makes it again.
+    """The file of this name, if this host found it whole a moment ago or finds it whole now; else None. A damaged one
+    is removed with a line of warning; the caller makes it again.
 
     Raises:
-        OSError: where others take too long with it.
+        OSError: if others take too long with it.
     """
     paths = _named(folder, name, suffix)
     for path in paths:
@@ -112,16 +112,16 @@ def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
                 note_whole(path, identity)
                 return path
             logger.warning("%s is damaged, so it is removed and made again", path)
-            with contextlib.suppress(OSError):  # it can be read only: so it is each time
+            with contextlib.suppress(OSError):  # read-only: this comes again each time
                 path.unlink(missing_ok=True)
     return None
 
 
 def keep(made: Path, folder: Path, name: str, suffix: str) -> Path:
-    """Put what has been made into the folder; where another process was quicker, what that made stays.
+    """Put a made file into the folder; if another process was quicker, its file stays.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: if it cannot be written.
     """
     with only_one(folder, name):
         if there := find_alone(folder, name, suffix):
@@ -140,16 +140,16 @@ def unfinished(path: Path) -> Iterator[Path]:
     try:
         yield own
     finally:
-        with contextlib.suppress(OSError):  # a folder that can be read only has none
+        with contextlib.suppress(OSError):  # a read-only folder has none
             own.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def only_one(folder: Path, name: str, patience_s: float | None = None) -> Iterator[None]:
-    """One process of this host at a time for what has this name; several at once where no lock can be had.
+    """Allow one process of this host at a time for a name; several if no lock can be had.
 
     Raises:
-        OSError: a Timeout, where the others take longer than `patience_s`, by default `PATIENCE_S`.
+        OSError: a Timeout, if the others take longer than `patience_s`, by default `PATIENCE_S`.
     """
     lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
@@ -163,7 +163,7 @@ def only_one(folder: Path, name: str, patience_s: float | None = None) -> Iterat
 
 
 def note_whole(path: Path, identity: list[int] | None = None) -> None:
-    """Have this host's other processes rely on it for a while that a file is as whole as when it had this identity."""
+    """Tell this host's other processes for a while that a file is whole, as when it had this identity."""
     if not _is_small(path):
         with contextlib.suppress(OSError):  # no place for a note: the others look for themselves
             _note(path).write_text(json.dumps([time.time(), *(identity or _identity(path))]))
@@ -174,7 +174,7 @@ def _named(folder: Path, name: str, suffix: str) -> list[Path]:
 
 
 def _of_block(path: Path, start: int) -> int:
-    """The CRC-32 of the block that starts there. Mapped memory would end the process where a disk cannot be read."""
+    """The CRC-32 of the block that starts there. Mapped memory would end the process if a disk cannot be read."""
     memory, value, left = memoryview(bytearray(_CHUNK)), 0, BLOCK
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -214,7 +214,7 @@ def _note(path: Path) -> Path:
 
 
 def _count_as_used(path: Path) -> None:
-    """So that it is not removed as unused. Seldom: it changes the identity that a note is about."""
-    with contextlib.suppress(OSError):  # a folder that can be read only
+    """Mark as recently used, but seldom: this changes the identity that a note is about."""
+    with contextlib.suppress(OSError):  # a read-only folder
         if time.time() - path.stat().st_mtime > _TOUCH_S:
             os.utime(path)

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the cache folder: who asks first measures, all others read."""
+"""Measurements of this machine, kept in the cache folder: who asks first measures, all others read."""
 
 import json
 import tempfile
@@ -14,11 +14,11 @@ from ppd_runtime.files.checksummed import find, keep
 def kept_finding(
     kind: str, about: Mapping[str, Any], names: Sequence[str], measure: Callable[[], Sequence[float]]
 ) -> tuple[float, ...]:
-    """The numbers of these names that were found for `about` (JSON values), by `measure` where they are not known yet.
+    """The named numbers found for `about` (JSON values), by `measure` if they are not known yet.
 
     Raises:
-        OSError: where they cannot be kept.
-        ValueError: where they cannot, or have been damaged.
+        OSError: if they cannot be kept.
+        ValueError: if they cannot, or are damaged.
     """
     folder, name = cache_folder(), f"{kind}-{ingredients_name(about)}"
     path = find(folder, name, ".json") or _keep(folder, name, {**about, **dict(zip(names, measure(), strict=True))})
@@ -30,18 +30,18 @@ def kept_finding(
 
 
 def note(kind: str, about: Mapping[str, Any], numbers: Sequence[float]) -> None:
-    """Have `noted` give these numbers for `about` (JSON values) from now on.
+    """Keep these numbers, which `noted` gives for `about` (JSON values).
 
     Raises:
-        OSError: where they cannot be kept.
-        ValueError: where they cannot.
+        OSError: if they cannot be kept.
+        ValueError: if they cannot.
     """
     with atomic_file(_note_path(kind, about)) as path:
         path.write_text(json.dumps({**about, "numbers": list(numbers)}, indent=2) + "\n")
 
 
 def noted(kind: str, about: Mapping[str, Any]) -> tuple[float, ...]:
-    """The numbers that were noted last for `about`; empty where there are none, or none that can be read."""
+    """The numbers that were noted last for `about`; empty without readable ones."""
     try:
         numbers = json.loads(_note_path(kind, about).read_text())["numbers"]
         return tuple(float(number) for number in numbers)

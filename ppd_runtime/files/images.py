@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def check_image_file(path: Path) -> None:
-    """Raise ValueError where matplotlib is not installed, or does not know the kind of file."""
+    """Raise ValueError if matplotlib is not installed, or does not know the kind of file."""
     known = new_figure(1, 1).canvas.get_supported_filetypes()
     if _kind(path) not in known:
         raise ValueError(f"{path}: no kind of image; choose one of {', '.join(sorted(known))}")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of so many inches; raises ValueError where matplotlib is not installed."""
+    """An empty figure, its size in inches; raises ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

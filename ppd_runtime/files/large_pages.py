@@ -1,4 +1,4 @@
-"""Files in memory in pages of 2 MB, where Linux can: a pass over weights in small ones takes longer."""
+"""Keeps files in memory in pages of 2 MB, if Linux can: a pass over weights in small ones is slower."""
 
 import contextlib
 import mmap
@@ -10,14 +10,14 @@ import numpy as np
 from ppd_runtime.host import memory_bytes
 
 LARGE_PAGE = 2**21
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: where a disk cannot be read it is an error, and no signal
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: an unreadable disk is an error, and no signal
 
 
 def read_in_large_pages(path: Path) -> None:
-    """Have the system read a file into memory in large pages, from which later mappings get them, where it can.
+    """Have the system read a file into memory in large pages, if it can; later mappings get these.
 
-    `read` takes a file into small ones, and so may whatever has written it or looked at it before: what is there in
-    small ones is read again. A file of less than a large page, or of more than half the memory, is left alone.
+    `read` uses small pages, and so may earlier writers and readers of the file: what is in small pages is read again. A
+    file of less than a large page, or of more than half the memory, is left alone.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or not LARGE_PAGE <= path.stat().st_size <= memory_bytes() / 2:
         return
@@ -53,12 +53,12 @@ def in_large_pages(address: int) -> bool:
 
 
 def _populated(memory: mmap.mmap, num_bytes: int) -> bool:
-    """Read the first so many bytes; whether they are in large pages."""
+    """Read the first `num_bytes`; true if they are in large pages."""
     memory.madvise(_POPULATE_READ, 0, num_bytes)
     return in_large_pages(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _evict(file: int, memory: mmap.mmap, num_bytes: int) -> None:
-    """Let go of the first so many bytes, which the system keeps for as long as any process maps them."""
+    """Drop the first `num_bytes`, which the system keeps while any process maps them."""
     memory.madvise(mmap.MADV_DONTNEED)
     os.posix_fadvise(file, 0, num_bytes, os.POSIX_FADV_DONTNEED)

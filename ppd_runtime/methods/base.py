@@ -1,4 +1,4 @@
-"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, whose turn it is."""
+"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, turns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class TextGenerator(ABC):
-    """Something that continues a prompt; a `queue` limits calls of several threads; by default one runs at a time.
+    """Continues prompts. A `queue` limits calls of several threads; by default one runs at a time.
 
-    `defaults` are what its requests have where they say nothing.
+    `defaults` are the settings that its requests do not name.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TextGenerator(ABC):
         """The dtype of weights and passes, such as float32; what "auto" came to."""
 
     def unwell(self) -> list[str]:
-        """Who is needed and does not serve, by name; empty where the generator is well. May be called in any thread."""
+        """Names of needed processes that do not serve; empty if all is well. May be called in any thread."""
         return []
 
     @property
@@ -74,12 +74,12 @@ class TextGenerator(ABC):
 
     @property
     def room(self) -> Room | None:
-        """What a request may have of the room for keys and values; None: any number of tokens."""
+        """The room for keys and values that a request may have; None: any number of tokens."""
         return self._queue.room
 
     @property
     def room_taken(self) -> float:
-        """The share of the room for keys and values that requests have, new tokens' yet to come among them; 0 to 1."""
+        """The share of the room for keys and values that requests hold, including future tokens; 0 to 1."""
         return self._queue.usage
 
     @property
@@ -91,7 +91,7 @@ class TextGenerator(ABC):
     def _steps(
         self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
-        """Yield each new token, then the totals; `live` as `Live` has it."""
+        """Yield each new token, then the totals; `live` is a `Live`."""
 
     @abstractmethod
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
@@ -132,12 +132,10 @@ class TextGenerator(ABC):
             prompt: a text, or token ids: a list, a tensor or array `[tokens]` or `[1, tokens]`, or a tokenizer's
                 `BatchEncoding`. Several are a list of texts, or of two lists of token ids at least.
             params: how to sample and when to stop; or
-            settings: the same by name; `SamplingParams` describes them. Of those with several values one may stand
-                alone.
-            n: give a list of so many texts for the prompt. The first has the seed that is given, each further one the
-                next seed (modulo 2^64): text i is that of a request with `seed + i`.
-            add_special_tokens: whether a text gets the tokenizer's special tokens; False for one that a chat template
-                has given them.
+            settings: the same by name; see `SamplingParams`. A list setting may be one value alone.
+            n: give a list of `n` texts for the prompt. The first has the given seed, each further one the next seed
+                (modulo 2^64): text i is that of a request with `seed + i`.
+            add_special_tokens: whether a text gets the tokenizer's special tokens; False if a chat template gave them.
 
         Raises:
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
@@ -176,13 +174,13 @@ class TextGenerator(ABC):
 
         Args:
             messages: dictionaries with a "role" (such as system, user, assistant or tool) and a "content", oldest
-                first, or objects of openai's client. What they have besides goes to the template as it is.
-            params: as `generate` has them.
+                first, or objects of openai's client. Their other fields go to the template unchanged.
+            params: see `generate`.
             chat_template: a Jinja template or a file that holds one; None is the tokenizer's own.
-            settings: as `generate` has them, and `TemplateOptions` by name.
+            settings: see `generate`; also `TemplateOptions` by name.
 
         Raises:
-            ValueError: where there is no template, or it does not take these messages.
+            ValueError: if there is no template, or it does not take these messages.
         """
         prompt = self.chat_prompt(messages, chat_template, **options_of(settings))
         n = settings.pop("n", None)
@@ -192,7 +190,7 @@ class TextGenerator(ABC):
     def chat_prompt(
         self, messages: Messages, chat_template: str | Path | None = None, **options: "Unpack[TemplateOptions]"
     ) -> str:
-        """The text in which a model reads a conversation, its special tokens among it (`add_special_tokens=False`)."""
+        """The text in which a model reads a conversation, with its special tokens (`add_special_tokens=False`)."""
         return chat_text(messages, self.tokenizer, template_of(chat_template), options)
 
     def chat_params(self, params: SamplingParams) -> SamplingParams:
@@ -215,7 +213,7 @@ class TextGenerator(ABC):
         passes: bool = False,
         **settings: Any,
     ) -> "Generation":
-        """Like `generate`, but gives each token as soon as it is certain; the result is there after the last.
+        """Like `generate`, but gives each token as soon as it is certain; read the result after the last.
 
         `boundaries`: with stages, the events' `news` tell which boundary foresaw each token. `passes`: that, and what
         every process computes.
@@ -231,11 +229,11 @@ class TextGenerator(ABC):
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
 
     def settled(self, params: SamplingParams) -> SamplingParams:
-        """What a request with these settings runs with: the model's own where they say nothing, and a seed."""
+        """The settings that a request runs with: the given ones, else the model's own, and a seed."""
         return params.settled(self.defaults.params)
 
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """A prompt's token ids; raises ValueError for what is none."""
+        """A prompt's token ids; ValueError if it is no prompt."""
         return token_ids_of(prompt, self.tokenizer, self.info.vocab_size, add_special_tokens)
 
     def encoded(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -243,8 +241,7 @@ class TextGenerator(ABC):
         return encoded_all(texts, self.tokenizer, self.info.vocab_size, add_special_tokens)
 
     def cancel(self) -> None:
-        """End the requests that are running, from any thread: each finishes with the reason "cancelled" and what there
-        is.
+        """End the running requests, from any thread: each finishes with the reason "cancelled" and its text so far.
 
         Calls that wait for their turn are not touched. Where nothing is running, nothing happens.
         """
@@ -257,7 +254,7 @@ class TextGenerator(ABC):
         return token_ids
 
     def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
-        """Raise ValueError for settings that do not fit the model, or a prompt of so many tokens."""
+        """Raise ValueError for settings that do not fit the model, or for the prompt's size."""
         check_tokens(params, self.info.vocab_size)
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
@@ -272,7 +269,7 @@ class TextGenerator(ABC):
 
     @contextmanager
     def _turn(self, ending: Ending, tokens: int) -> Iterator[bool]:
-        """The turn of a request of so many tokens, those that it may get among them; False: it was cancelled before."""
+        """The turn of a request of `tokens` tokens, including those it may get; False: it was cancelled before."""
         turn = self._queue.take(tokens, ending.reason)
         if turn is None:
             yield False
@@ -293,11 +290,11 @@ class Generation(Iterator[TokenEvent]):
     ) -> None:
         self.prompt_tokens = len(prompt_ids)
         self.most_tokens = self.prompt_tokens + params.max_new_tokens
-        """Of the prompt, and those that it may get."""
+        """Prompt tokens and those it may get."""
         self._outcome: list[GenerationResult] = []
         self._ending = Ending(params.timeout_s)
         self._on_turn: list[Callable[[], None]] = []
-        # The running generator knows nothing of this object: dropped in the middle, it ends at once.
+        # The running generator does not refer to this object, so dropping that ends it at once.
         request = _Request(generator, prompt_ids, params, live, self._ending)
         self._events = request.events(self._outcome, self._on_turn)
 
@@ -312,15 +309,15 @@ class Generation(Iterator[TokenEvent]):
         return self._outcome[0]
 
     def on_turn(self, call: Callable[[], None]) -> None:
-        """Have something called when the generation's turn has come, in the thread that asks for its first event."""
+        """Call `call` when the generation's turn comes, in the thread that asks for its first event."""
         self._on_turn.append(call)
 
     def cancel(self) -> None:
-        """Have it end within a token, from any thread: its finish reason is "cancelled" then, with what there is."""
+        """End within a token, from any thread: the finish reason is "cancelled", with the text so far."""
         self._ending.cancel()
 
     def close(self) -> None:
-        """Cancel the generation, if it has not finished, and give the runtime free for the next call."""
+        """Cancel the generation, if it has not finished, and free the runtime for the next call."""
         self._events.close()
 
 
@@ -331,12 +328,12 @@ class _Request:
         self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> None:
         self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
-        self._live = live  # where tokens are not read as they come, the text is made at the end
+        self._live = live  # if tokens are not read as they come, the text is made at the end
 
     def events(
         self, outcome: list[GenerationResult], on_turn: Sequence[Callable[[], None]]
     ) -> Generator[TokenEvent, None, None]:
-        """Generate; the result joins `outcome` behind the last event."""
+        """Generate; the result joins `outcome` after the last event."""
         with self._generator._turn(self._ending, len(self._prompt_ids) + self._params.max_new_tokens) as has_turn:
             if not has_turn:
                 outcome.append(self._finish([], [], Totals(CANCELLED, PathStats())))
@@ -367,7 +364,7 @@ class _Request:
         return text.push(step.token_id) + (text.finish() if step.last else "")
 
     def _whole_text(self, events: list[TokenEvent], reason: str) -> str:
-        if self._live and reason not in (CANCELLED, TIMEOUT):  # of these, the last event may not have been the last
+        if self._live and reason not in (CANCELLED, TIMEOUT):  # then the last event may not have been final
             return "".join(event.text for event in events)
         text = TextStream(self._generator.tokenizer, self._params.stop)
         return "".join([*(text.push(event.token_id) for event in events), text.finish()])

@@ -21,16 +21,16 @@ class Cancellable(Protocol):
     def __iter__(self) -> Any: ...
 
     def cancel(self) -> None:
-        """Have it end within a token."""
+        """End within a token."""
 
 
 def several_prompts(prompt: object, n: int | None) -> list[Prompt]:
-    """The prompts of a list of texts, of encodings, or of two lists of token ids at least; none where it is one prompt.
+    """The prompts in a list of texts, of encodings, or of two lists of token ids at least; none for a single prompt.
 
     One list of token ids within a list is one prompt, as a tensor `[1, tokens]` is.
 
     Raises:
-        ValueError: for texts among other things, and for several texts of several prompts.
+        ValueError: for texts mixed with other things, and for `n` with several prompts.
     """
     if not isinstance(prompt, list | tuple) or not prompt:
         return []
@@ -67,7 +67,7 @@ def exhaust_all(requests: Sequence[Cancellable], at_once: int) -> None:
 def as_they_end(requests: Sequence[Cancellable], at_once: int) -> Iterator[int]:
     """Run every request, `at_once` at a time, and give each one's number when it has ended.
 
-    Where one fails, or Ctrl-C comes, the others are cancelled.
+    If one fails, or Ctrl-C comes, the others are cancelled.
     """
     if at_once == 1 or len(requests) == 1:
         for number, request in enumerate(requests):

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ppd_runtime.checks import check_bool
 
 Messages: TypeAlias = Sequence[Any]
-"""Each a mapping, or an object that gives one as `model_dump()`, with a "role" and a "content", oldest first."""
+"""Messages, oldest first: mappings, or objects with `model_dump()`, with a "role" and a "content"."""
 
 _MOST_CHARACTERS = 2**20
 _MOST_LEVELS, _MOST_VARIABLES = 64, 200
@@ -49,7 +49,7 @@ def template_of(given: str | Path | None) -> str | None:
     """A template that is given as text, which holds a brace, or as a file's path.
 
     Raises:
-        ValueError: for a file that cannot be read, and a template that is none.
+        ValueError: for an unreadable file, and for a text that is no template.
     """
     if given is None:
         return None
@@ -57,7 +57,7 @@ def template_of(given: str | Path | None) -> str | None:
     if isinstance(given, Path) or "{" not in text:
         text = _read(Path(given))
     try:
-        render_jinja_template([], chat_template=text)  # of no conversation: transformers compiles it, and keeps it
+        render_jinja_template([], chat_template=text)  # without messages: transformers compiles and caches it
     except Exception as error:
         what = f"no Jinja template{_told(error)}"
         raise ValueError(f"chat_template={str(given)!r:.200}: {what}; give another") from error
@@ -105,7 +105,7 @@ def _rendered(
 
 
 def _as_some_ask(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for templates that take none without a content, and calls' arguments as objects alone, not as JSON."""
+    """A message for templates that require a content, and calls' arguments as objects instead of JSON."""
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message = {**message, "tool_calls": [_with_objects(call) for call in calls]}
@@ -124,7 +124,7 @@ def _with_objects(call: Any) -> Any:
 
 
 def _message(given: Any) -> dict[str, Any]:
-    """One as templates read it: its text in one piece, and what it has besides as it came."""
+    """A message for templates: its text in one piece, its other fields unchanged."""
     dumped = given.model_dump() if hasattr(given, "model_dump") else given
     if not isinstance(dumped, Mapping) or not isinstance(dumped.get("role"), str):
         raise ValueError(f"messages: {given!r:.200} is none, give a role and a content")
@@ -149,7 +149,7 @@ def _text_of(content: Any) -> str:
 
 
 def _text_of_part(part: Any) -> str:
-    """A part's text, or that of a refusal; hints beside it, as `cache_control`, are left aside."""
+    """A part's text, or a refusal's; hints such as `cache_control` are ignored."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal"):
         named = f"of type {kind!r:.50}" if isinstance(kind, str) else f"{part!r:.100}"
@@ -188,7 +188,7 @@ def _check_variables(variables: Any, taken: set[str]) -> None:
 
 
 def _check_levels(values: Sequence[Any], name: str) -> None:
-    """Raise ValueError for what lies deeper than Python follows it."""
+    """Raise ValueError for values nested too deep for Python."""
     for _ in range(_MOST_LEVELS):
         values = [part for value in values for part in _parts(value)]
         if not values:
@@ -203,7 +203,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _told(error: Exception) -> str:
-    """What a template's failure says, in one line, with the template's own line where it is known."""
+    """A template's error in one line, with the template's own line number if it is known."""
     line, place = getattr(error, "lineno", None), error.__traceback__
     while place is not None:
         if place.tb_frame.f_code.co_filename == "<template>":  # Jinja's name for one that is no file

@@ -1,4 +1,4 @@
-"""What the methods are called, and words and numbers that they can be told; light, for the command line's help."""
+"""Names of methods, and words and numbers of their settings; imports little, for the command line's help."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What a self-speculative method drafts: a tree of tokens behind the newest certain one; mostly a chain."""
+"""A self-speculative method's draft: a tree of tokens after the newest certain one, mostly a chain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ class Proposal:
     confidence: float
     """How likely the whole model is to keep the token, as far as the draft's scores predict it; see each rule."""
     distribution: Tensor | None = None
-    """`[vocab_size]` probabilities that the token was drawn from; None where it was named outright."""
+    """`[vocab_size]` probabilities that the token was drawn from; None if it was not drawn."""
 
 
 class Verified(NamedTuple):
-    """What came of a draft that was verified in the call that made it. Times are seconds of `time.perf_counter`."""
+    """The verification of a draft in the call that made it. Times are seconds of `time.perf_counter`."""
 
     choices: Sequence[int]
-    """The whole model's behind each node, its highest logit; or NO_TOKEN."""
+    """The whole model's choice after each node, greedily, or NO_TOKEN."""
     began: float
     """When the verification began."""
     chosen: tuple[float, float]
-    """From when to when it chose."""
+    """Choosing: begin and end."""
 
 
 @dataclass
@@ -41,24 +41,24 @@ class Draft:
     parents: list[int] = field(init=False)
     """Each node's parent; -1 for node 0."""
     distributions: list[Tensor | None] = field(init=False)
-    """What each was drawn from; None where it was named outright, and for node 0."""
+    """What each was drawn from; None if it was not drawn, and for node 0."""
     steps: int = 0
-    """Draft passes whose token was taken: the depth that was drafted, side branches not counted."""
+    """Draft passes whose token was taken: the drafted depth, without side branches."""
     verified: Verified | None = None
-    """None: it is to be verified yet."""
+    """None: not verified yet."""
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.distributions = [self.root], [-1], [None]
 
     def add(self, proposal: Proposal, parent: int) -> int:
-        """Hang a token behind a node; its own number."""
+        """Add a token after a node; gives its number."""
         self.tokens.append(proposal.token)
         self.parents.append(parent)
         self.distributions.append(proposal.distribution)
         return len(self.tokens) - 1
 
     def add_chain(self, chain: DraftedChain) -> None:
-        """Hang a chain behind node 0, where there is nothing else, a step each token; take its verification, if any."""
+        """Add a chain after node 0 of an empty draft, one step a token, with its verification, if any."""
         size = len(chain.tokens)
         self.parents += range(size)
         self.tokens += chain.tokens

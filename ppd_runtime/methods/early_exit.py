@@ -40,9 +40,9 @@ class EarlyExitDrafting(ABC):
         self.stop_drafting = StopDrafting(stopping)
         self._chains = self._make_chains(probe)
         self._states: Tensor
-        """`[1, tokens, hidden_size]` after the first layers, of the draft."""
+        """`[1, tokens, hidden_size]`: the draft after the first layers."""
         self.unread: Tensor | None = None
-        """`[1, tokens, hidden_size]`: exit states that are to be read before those of the next draft, if any."""
+        """`[1, tokens, hidden_size]`: exit states to read before the next draft's, if any."""
 
     @property
     def draft_cost(self) -> float:
@@ -66,7 +66,7 @@ class EarlyExitDrafting(ABC):
         return self.stage.run(self.exit_layer, self.stage.num_layers, states, 0)
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
-        """A chain; its last token goes through the first layers too, for the token behind it."""
+        """A chain; its last token runs through the first layers too, for the token after it."""
         draft = Draft(history[-1])
         if self._chains.possible and propose.takes_highest_logit:
             rule, unread = self.stop_drafting.rule(most), self.unread
@@ -93,19 +93,19 @@ class EarlyExitDrafting(ABC):
         return self.stage.run(self.exit_layer, self.stage.num_layers, self._states, position)
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
-        """Drop the entries of the tokens behind the path's."""
+        """Drop entries of tokens after the path."""
         self.stage.truncate(len(history) - 1)
         self.stop_drafting.judged(draft.steps, len(path) - 1)
 
     @abstractmethod
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
-        """`[vocab_size]` logits for the newest token from the exit states, `[1, 1, hidden_size]` each, of a draft."""
+        """`[vocab_size]` logits for the newest token from a draft's exit states, `[1, 1, hidden_size]` each."""
 
     def _make_chains(self, probe: Probe | None) -> GreedyChains:
         return GreedyChains(self.stage, self.exit_layer, probe=probe)
 
     def saw(self, states: Tensor) -> None:  # noqa: B027 (most have no use for them)
-        """The exit states of a prompt, `[1, tokens, hidden_size]`, were run."""
+        """Take a prompt's exit states, `[1, tokens, hidden_size]`."""
 
     def _confidence(self, proposal: Proposal, state: Tensor) -> float:
         return proposal.confidence if self._probe is None else float(self._probe(state[0, -1]))
@@ -116,7 +116,7 @@ class EarlyExitDrafting(ABC):
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
-    """What these methods can be told: where to exit, and when to stop drafting (AdaSPEED's rules, for all of them)."""
+    """The methods' settings: where to exit, and when to stop drafting (AdaSPEED's rules, for all of them)."""
 
     pass_kinds: ClassVar = (PassKind.ONE, PassKind.SEVERAL)
     exit_layer: int | None = None
@@ -136,15 +136,15 @@ class EarlyExitSettings:
 
     @property
     def rule(self) -> Stopping:
-        """The stopping rule; ValueError for one that there is not."""
+        """The stopping rule; ValueError for an unknown one."""
         adaptation = self.adaptation if self.adaptive else None
         return Stopping(self.stopping, self.num_speculations, self.threshold, adaptation)
 
     def prepare_probe(self, info: ModelInfo) -> tuple[int | None, Callable[[LayerRange], Probe | None]]:
-        """The exit layer that is asked for, by a probe or else here, and what loads the probe where the rule needs one.
+        """The exit layer of the probe or else of the settings, and a loader of the probe, if the rule needs one.
 
         Raises:
-            ValueError: where there is no such probe, or it is for another model or layer.
+            ValueError: if there is no such probe, or it is for another model or layer.
         """
         if self.stopping != "probe":
             if self.probe is not None:
@@ -158,7 +158,7 @@ class EarlyExitSettings:
 
 
 def check_exit_layer(exit_layer: int | None, info: ModelInfo) -> int:
-    """The exit layer, a third of the depth where None is asked for; ValueError where the model has no such exit."""
+    """The exit layer, a third of the depth for None; ValueError if the model has no such exit."""
     num_layers = info.num_layers
     check_depth(num_layers, "an early exit", info.name)
     if exit_layer is None:

@@ -1,4 +1,4 @@
-"""Chains of greedy drafts through part of a stage, each made and verified in one call, where passes are compiled so."""
+"""Greedy draft chains through part of a stage, each made and verified in one call, if passes are compiled for it."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from ppd_runtime.tracing.spans import Kind
 
 
 class GreedyChains:
-    """Drafts a stage's likeliest tokens one behind the other, and verifies them by all of its layers where there is
-    code for so many; notes times and passes as the stage does, but not the time in which the verification's are chosen.
+    """Drafts a chain of a stage's likeliest tokens, and verifies it by all layers if there is code for so many tokens.
+    Notes times and passes as the stage does, but not the time of choosing in the verification.
 
     Args:
         stage: what drafts, and has read the text so far.
-        layers: the first so many layers, which the last draft runs through too; or a piece.
+        layers: the number of first layers, which the last draft runs too; or a piece.
         behind: what drafts go through between the layers and its head, such as an adapter's stage.
         probe: predicts from the state after the layers whether a draft will stay, in place of the draft's softmax.
     """
@@ -41,7 +41,7 @@ class GreedyChains:
         return self._drafting is not None
 
     def draft(self, token: int, position: int, rule: DraftRule, unread: Tensor | None = None) -> DraftedChain:
-        """Drafts behind `token`, which stands at `position`, and their verification where there is code for it.
+        """Draft after `token` at `position`, and verify if there is code for it.
 
         `unread` are states, `[1, tokens, hidden_size]`, that `behind` reads before those of this chain.
         """
@@ -66,7 +66,7 @@ class GreedyChains:
         return chain
 
     def _note_sums(self, chain: DraftedChain) -> None:
-        """One span of each kind: more are not soon noted in caches as cold as those between two passes."""
+        """Note one span of each kind: more would take long, since caches are cold between two passes."""
         note, (layers, part, heads, choices) = self._stage.recorder.note, chain.spent
         began = chain.times[0] if chain.ran else chain.verified[0]
         behind_layers = began + layers + part
@@ -75,7 +75,7 @@ class GreedyChains:
         note(Kind.CHOOSE, behind_layers + heads, behind_layers + heads + choices)
 
     def _note_token(self, times: Sequence[float], position: int, place: int, drafted: Sequence[int]) -> None:
-        """The spans of a token at `position`, at `place` for the part behind; `drafted` is what was drafted, if any."""
+        """Note the spans of a token at `position`, `place` in the part behind; `drafted` is what it drafted, if any."""
         note, behind = self._stage.recorder.note, self._behind
         began, behind_layers, behind_part, behind_head, chosen = times
         note(Kind.LAYERS, began, behind_layers, position, -1, 0, self._last)
@@ -86,7 +86,7 @@ class GreedyChains:
             note(Kind.CHOOSE, behind_head, chosen, position + 1, drafted[0])
 
     def _note_verification(self, chain: DraftedChain, position: int) -> None:
-        """Its spans, but for the choice; `position` is the first token's."""
+        """Note its spans but the choice; `position` is the first token's."""
         if chain.choices:
             began, behind_layers, behind_head, _ = chain.verified
             last = self._stage.num_layers

@@ -1,4 +1,4 @@
-"""What ways of decoding share that run in this process: threads, the clock, the ledger and the trace of a request."""
+"""What decoding methods in this process share: threads, the clock, the ledger and the trace of a request."""
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
@@ -23,28 +23,28 @@ from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
 
-_RANK = 0  # as a main process has
+_RANK = 0  # a main process's
 
 
 class OneProcessDecoding(TextGenerator):
-    """Decoding with one stage that holds the whole model; who inherits loads it, with `load_whole`.
+    """Decoding with one stage that holds the whole model; subclasses load it with `load_whole`.
 
     Args:
         info: the model.
         config: dtype, device, threads, whether passes over few tokens run in compiled code, and whether to trace.
-        emulate: a slower device whose times to keep to.
+        emulate: a slower device to emulate.
     """
 
     stage: LayerRange
     _sampler: Sampler
-    """Of the request that is running."""
+    """The running request's."""
 
     def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
         super().__init__(info, load_tokenizer(info), generation_defaults(info, config.generation_config))
         self.config, self._emulate = config, emulate
 
     def load_whole(self, pass_kinds: Sequence[int]) -> LayerRange:
-        """The whole model; where passes are compiled, with code for these kinds of them, and `config` says whether."""
+        """The whole model, with code for these kinds of passes if they are compiled, which `config` then says."""
         info, config = self.info, self.config
         place = choose_device(config.device, info.weights)
         wanted = wants_code(config.compile, place)

@@ -25,15 +25,15 @@ from ppd_runtime.models.trained.probe import Probe
 class Kangaroo(EarlyExitDrafting):
     """Drafts through an adapter, whose own cache follows the text.
 
-    An exit state is computed once: the last drafted token's, whose adapter pass was not needed, is carried over into
-    the next draft where its token stays.
+    Each exit state is computed once. The last drafted token's, which the adapter did not read, is kept for the next
+    draft if its token stays.
 
     Args:
         stage: the whole model.
-        adapter: a model of one layer, as `load_adapter` gives it.
+        adapter: a model of one layer, from `load_adapter`.
         exit_layer: the layer whose states it was trained for.
         stopping: when to stop drafting.
-        probe: as `EarlyExitDrafting` has it.
+        probe: see `EarlyExitDrafting`.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Kangaroo(EarlyExitDrafting):
         self.adapter.run(0, 1, states, 0)
 
     def exit_logits(self, states: Sequence[Tensor]) -> Tensor:
-        """The adapter and the model's head over the exit states that the adapter has not read yet."""
+        """Run the adapter and the model's head over exit states that the adapter has not read yet."""
         unread = states[-1] if self.unread is None else torch.cat([self.unread, states[-1]], dim=1)
         self.unread = None
         return self.adapter.logits(self.adapter.run(0, 1, unread, self.adapter.length(0)))
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
-        """Drop the entries of the tokens behind the path's, the adapter's among them."""
+        """Drop entries of tokens after the path, also the adapter's."""
         super().keep(draft, path, history)
         self.adapter.truncate(len(history) - 1)
         first = len(history) - 1 - len(path)  # where node 0 stood
         read = max(self.adapter.length(0) - first, 0)
         if read < len(path):
-            states = self._states[:, read : len(path)].clone()  # the next draft's are written there
+            states = self._states[:, read : len(path)].clone()  # the next draft overwrites them
             self.unread = states if self.unread is None else torch.cat([self.unread, states], dim=1)
 
     def _make_chains(self, probe: Probe | None) -> GreedyChains:

@@ -1,6 +1,6 @@
-"""Which sub-layers to leave out, found while decoding (SWIFT, section 4.1): suggestions, scores, and when it ends.
+"""Finds, while decoding, which sub-layers to leave out (SWIFT, section 4.1): suggestions, scores, and the end.
 
-It holds no model: its caller scores the suggestions, each by one draft pass over tokens that are there already.
+It holds no model: its caller scores the suggestions, each by one draft pass over existing tokens.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
 
 LEAST_LAYERS = 3
-"""Of a model, for one to be left out."""
-_LEAST_RATE, _VERIFICATIONS, _LESS = 0.7, 100, 0.1  # below this rate in so many verifications, leave out so much less
-_CONSIDERED, _REMEMBERED = 500, 400  # sets among which Bayesian optimisation chooses, scores that it goes by
+"""Fewest layers to leave one out."""
+_LEAST_RATE, _VERIFICATIONS, _LESS = 0.7, 100, 0.1  # least rate, after so many verifications; how much less to skip
+_CONSIDERED, _REMEMBERED = 500, 400  # sets among which Bayesian optimisation chooses, scores that it uses
 _KAPPA, _NOISE = 2.576, 0.1  # deviations above the mean; variance of a score, as a share of the scores' own
 
 
@@ -53,7 +53,7 @@ class LayerSearch:
         self.steps = 0
         """Suggestions scored."""
         self.requests = 0
-        """Requests whose tokens it has gone by, or may have."""
+        """Requests whose tokens it has used, or may have."""
         self._random = np.random.default_rng(settings.seed)
         wanted = settings.steps and settings.bayes_interval
         self._surrogate = Surrogate(2 * (num_layers - 2)) if wanted else None
@@ -70,7 +70,7 @@ class LayerSearch:
         self._since, self._verifications, self._drafted, self._accepted = 0, 0, 0, 0
 
     def begin_request(self) -> None:
-        """A request begins: where the search is not finished, its text will have a say in what is left out."""
+        """Begin a request: unless the search is finished, its text influences what is left out."""
         self.requests += not self.finished
 
     @property
@@ -87,8 +87,8 @@ class LayerSearch:
     def suggest(self, new_window: bool = False) -> LayerSet:
         """The next set to score (equation 2); the first is the uniform one.
 
-        `new_window`: none of the text that it will be scored by was there when this was last said. The best set is
-        scored again then, where scores are to be of several windows.
+        `new_window`: the text to score by is all newer than at the last `new_window`. Then the best set is scored
+        again, if scores need several windows.
         """
         number = self.steps + 1
         if not self._tallies:
@@ -102,7 +102,7 @@ class LayerSearch:
         return self._layer_set(self._candidate)
 
     def score(self, matchness: float) -> None:
-        """The newest suggestion foretold this share of the tokens (equation 4)."""
+        """Note the newest suggestion's share of predicted tokens (equation 4)."""
         self.steps += 1
         self._since += 1
         if self._surrogate:
@@ -127,7 +127,7 @@ class LayerSearch:
 
     @property
     def _leader(self) -> _Tally:
-        """The set with the best mean score, of equal ones the first."""
+        """The set with the best mean score, the first among equals."""
         return max(self._tallies.values(), key=lambda tally: tally.mean)
 
     @property
@@ -152,14 +152,13 @@ class LayerSearch:
 
 
 class Surrogate:
-    """What sets of sub-layers are expected to score: a Gaussian process over the newest scores.
+    """Expected scores of sets of sub-layers: a Gaussian process over the newest scores.
 
     Its kernel is fixed, and its acquisition function is maximised among sets drawn at random. General optimisers fit
-    the kernel and climb from many starts, which takes seconds for each suggestion, and end between the sets that there
-    are.
+    the kernel and climb from many starts: that takes seconds a suggestion, and they end between the existing sets.
 
     Args:
-        size: places of a set's vector, 1 where the sub-layer is left out.
+        size: places of a set's vector, 1 if the sub-layer is left out.
     """
 
     def __init__(self, size: int) -> None:
@@ -168,7 +167,7 @@ class Surrogate:
         self._process = _gaussian_process(size)
 
     def add(self, places: np.ndarray, score: float) -> None:
-        """A set scored so much."""
+        """Add a set's score."""
         self._scored.append((self._vector(places), score))
 
     def most_promising(self, sets: list[np.ndarray]) -> np.ndarray:

@@ -24,9 +24,9 @@ class OrdinaryDecoding(OneProcessDecoding):
     Args:
         model: a local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" for the embedded
             model, or "smollm2".
-        emulate: a slower device whose times to keep to, to compare with a runtime that does.
-        settings: dtype, device, threads, compile and trace, as `RuntimeConfig` has them; threads are set for the whole
-            process while a generation runs.
+        emulate: a slower device to emulate, to compare with a runtime that does.
+        settings: dtype, device, threads, compile and trace of `RuntimeConfig`; threads are set for the whole process
+            while a generation runs.
     """
 
     def __init__(self, model: str | Path = "demo", *, emulate: EmulatedDevice | None = None, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a user may give as a prompt, brought to the one form that decoding takes: a list of token ids."""
+"""Converts what a user may give as a prompt to the form that decoding takes: a list of token ids."""
 
 import logging
 import re
@@ -83,7 +83,7 @@ def encoded_all(
 
 
 def check_known(token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise ValueError where a text's tokens are not all the model's: a tokenizer may have been given more."""
+    """Raise ValueError for a token that the model lacks: a tokenizer may have been given more."""
     if (foreign := foreign_token(token_ids, vocab_size)) is not None:
         named = tokenizer.convert_ids_to_tokens(foreign)
         raise ValueError(
@@ -93,7 +93,7 @@ def check_known(token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _only_row(prompt: Any) -> Iterable[Any]:
-    """The ids of what is one prompt, in whatever it comes."""
+    """The ids of one prompt of any type."""
     rows = prompt
     if isinstance(prompt, Mapping | BatchEncoding):
         if "input_ids" not in prompt:

@@ -34,7 +34,7 @@ def decode(model: str | Path, prompt: Prompt, method: str = "ppd", **settings: A
             threads, compile) and `generate`'s (max_new_tokens, temperature and so on, or `params`).
 
     Raises:
-        ValueError: for a setting that there is not, or one that cannot work, before any weights are read.
+        ValueError: for an unknown setting, or one that cannot work, before any weights are read.
     """
     wanted = {*SAMPLING_SETTINGS, "params", "add_special_tokens"}
     asked = {name: value for name, value in settings.items() if name in wanted}
@@ -59,7 +59,7 @@ def open_method(model: str | Path, method: str = "ppd", **settings: Any) -> Text
 
 
 def method_settings(method: str, settings: Mapping[str, Any]) -> tuple[MethodSettings, dict[str, Any]]:
-    """A self-speculative method's own among `settings`, ready to be checked against a model, and the others."""
+    """A self-speculative method's own settings, ready to be checked against a model, and the others."""
     own, shared = _names(SELF_SPECULATIVE[method]), _names(SelfSpeculativeDecoding) - {"model", "method"}
     _check_names(method, settings, own | shared)
     chosen = SELF_SPECULATIVE[method](**{name: value for name, value in settings.items() if name in own})

@@ -10,30 +10,30 @@ from typing import NamedTuple
 _TURN_DEADLINE_S = 3600.0
 _LOOK_EVERY_S = 0.25
 MOST_WAITING = 1024
-"""Calls that wait for their turn."""
-_LEAST_SHARE = 1024  # tokens of a request; where not all have so many, fewer run at once
+"""Most calls that may wait."""
+_LEAST_SHARE = 1024  # tokens of a request; without room for that, fewer run at once
 
 
 class Room(NamedTuple):
-    """Tokens that one request may have, its prompt's among them."""
+    """Tokens that one request may have, prompt included."""
 
     most: int
-    """Where others wait for it."""
+    """The most, if others wait."""
     share: int
-    """Where as many as may run at once do so, or at least 1024, up to `most`."""
+    """The share if as many run at once as may; at least 1024, up to `most`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A request's, which a thread has taken."""
+    """A request's turn, taken by a thread."""
 
     thread: int
     tokens: int
-    """Of its prompt, and those that it may get."""
+    """Prompt tokens and those it may get."""
 
 
 class RequestQueue:
-    """Room for `most` requests at once, and for `most_tokens` of theirs in all; None: for any number of tokens."""
+    """Room for `most` requests at once, and for `most_tokens` tokens in all; None: any number of tokens."""
 
     def __init__(self, most: int, most_tokens: int | None = None) -> None:
         self.most, self.most_tokens = most, most_tokens
@@ -42,7 +42,7 @@ class RequestQueue:
         self._queue: deque[object] = deque()
 
     def check_own(self, tokens: int = 0) -> None:
-        """Raise RuntimeError where this thread's own turns leave no room for a request: it would wait for itself."""
+        """Raise RuntimeError if this thread's own turns leave no room for a request: it would wait for itself."""
         own = [turn for turn in self._taken if turn.thread == threading.get_ident()]
         if own and not self._fits(own, tokens):
             others = "another stream" if len(own) == 1 else f"{len(own)} other streams"
@@ -50,9 +50,9 @@ class RequestQueue:
             raise RuntimeError(f"{others} of this runtime {are} open in this thread: exhaust or close one first")
 
     def take(self, tokens: int = 0, is_over: Callable[[], object] = lambda: None) -> Turn | None:
-        """Wait for a turn for a request of so many tokens, `most_tokens` at the most; `give_back` takes what it gives.
+        """Wait for a turn of a request of `tokens` tokens, at most `most_tokens`; `give_back` ends the turn.
 
-        None where `is_over` says meanwhile that nobody wants it any more.
+        None if `is_over` says meanwhile that nobody wants it.
 
         Raises:
             RuntimeError: this thread would wait for itself, or too many wait.
@@ -78,21 +78,21 @@ class RequestQueue:
         return turn
 
     def give_back(self, turn: Turn) -> None:
-        """The turn is over."""
+        """End the turn."""
         with self._changed:
             self._taken.remove(turn)
             self._changed.notify_all()
 
     @property
     def room(self) -> Room | None:
-        """For a request; None: for any number of tokens."""
+        """A request's room; None: any number of tokens."""
         if self.most_tokens is None:
             return None
         return Room(self.most_tokens, min(self.most_tokens, max(self.most_tokens // self.most, _LEAST_SHARE)))
 
     @property
     def usage(self) -> float:
-        """The share of the room that is taken, from 0 to 1: of the tokens, or of the turns where any number fits."""
+        """The taken share of the room, 0 to 1: of tokens, or of turns if any number of tokens fits."""
         with self._changed:
             if self.most_tokens is None:
                 return len(self._taken) / self.most

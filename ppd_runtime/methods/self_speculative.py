@@ -32,10 +32,10 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
             model, or "smollm2".
         acceptance: shared-noise (the tokens are ordinary decoding's, sampled ones too) or rejection (speculative
             sampling as in the papers: as exact a sampler, but other tokens than ordinary decoding's).
-        stage: the whole model, loaded already, to share with others, one at a time; dtype, device and compile are as
-            it was loaded with. None loads one.
-        settings: dtype, device, threads, compile and trace, as `RuntimeConfig` has them; threads are set for the whole
-            process while a generation runs.
+        stage: the loaded whole model, to share with others, one at a time; dtype, device and compile are the loaded
+            one's. None loads one.
+        settings: dtype, device, threads, compile and trace of `RuntimeConfig`; threads are set for the whole process
+            while a generation runs.
 
     Raises:
         ValueError: for settings that the model cannot be run with, before its weights are read.
@@ -87,7 +87,7 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
 
 
 def _predicted_ratio(found: Speculation, num_new_tokens: int) -> float:
-    """SWIFT's equation 6 for all tokens but the prompt's pass' own, which costs what it does in ordinary decoding."""
+    """SWIFT's equation 6 for all tokens but the prompt pass's, which costs the same in ordinary decoding."""
     verifications = len(found.drafted)
     if not verifications or num_new_tokens == 1:
         return 1.0

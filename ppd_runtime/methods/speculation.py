@@ -20,12 +20,12 @@ from ppd_runtime.tracing.spans import Kind
 
 
 class Propose:
-    """A rule's proposals for a draft's places, whose time is noted."""
+    """A rule's timed proposals for a draft's places."""
 
     def __init__(self, rule: AcceptanceRule, recorder: Recorder) -> None:
         self._rule, self._recorder = rule, recorder
         self.takes_highest_logit = rule.takes_highest_logit
-        """Whether a single proposal is always the highest logit, its softmax the confidence, and so is the choice."""
+        """Whether the choice and a single proposal are always the highest logit, with its softmax as confidence."""
 
     def __call__(self, logits: Tensor, history: Sequence[int], most: int) -> list[Proposal]:
         """Up to `most` tokens for the place behind `history`, best first, from a draft's `[vocab_size]` logits."""
@@ -45,7 +45,7 @@ class SpeculativeMethod(Protocol):
 
     @property
     def steered_by(self) -> int:
-        """Earlier requests whose tokens have a say in the next one's drafts; asked for before it begins."""
+        """Earlier requests whose tokens influence the next one's drafts; read before it begins."""
         ...
 
     def begin(self, capacity: int) -> None:
@@ -59,16 +59,16 @@ class SpeculativeMethod(Protocol):
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
         """A draft at most `most` tokens deep behind `history`, whose newest token has no entries yet.
 
-        It may be verified already, as `verify` would, where the rule takes the highest logit.
+        It may be verified already, as `verify` would, if the rule takes the highest logit.
         """
         ...
 
     def verify(self, draft: Draft, position: int) -> Tensor:
-        """Run the whole model over a draft whose node 0 stands at `position`: `[1, nodes, hidden_size]`."""
+        """Run the whole model over a draft whose node 0 is at `position`: `[1, nodes, hidden_size]`."""
         ...
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
-        """Keep the entries of the nodes of `path`, drop the others; `history` goes up to the token behind them."""
+        """Keep the entries of the nodes of `path`, drop the others; `history` goes up to the token after them."""
         ...
 
 
@@ -81,7 +81,7 @@ class MethodSettings(Protocol):
         ...
 
     def prepare(self, info: ModelInfo) -> Callable[[LayerRange], SpeculativeMethod]:
-        """Check the settings against a model, before its weights are read; what makes the method from its stage.
+        """Check the settings against a model, before its weights are read; returns a maker of the method.
 
         Raises:
             ValueError: naming the value and the way out.
@@ -118,7 +118,7 @@ def speculate(
 ) -> Iterator[tuple[int, bool | None, str | None]]:
     """Yield each new token, whether its draft was right, and with the last one why it is the last.
 
-    Whether a draft was right is None for a token that none was made for. `most_tokens` is the most that there will be.
+    Whether a draft was right is None for a token without a draft. `most_tokens` is the most that there will be.
     """
     recorder, history = stage.recorder, list(prompt_ids)
     propose = Propose(rule, recorder)
@@ -139,7 +139,7 @@ def speculate(
         most = most if together is None else min(most, together - 1)
         try:
             draft, verdict = _round(method, stage, rule, propose, history, most, progress)
-        except RequestError:  # a guess' numbers, which are nobody's business, may have come into those before it
+        except RequestError:  # a guess's non-finite numbers may have reached those before it
             stage.cache.clear_behind(len(history) - 1)
             draft, verdict = _round(method, stage, rule, propose, history, 0, progress)
         progress.lengths.append(0)

@@ -1,4 +1,4 @@
-"""A generation step by step, as a way of decoding makes it; in two parts where the library reads a long text again."""
+"""A generation step by step, in two parts if the library would read a long text again."""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -26,7 +26,7 @@ class Step:
     hit: bool | None
     last: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Where they are asked for, the token's, with the first one perhaps the prompt's before it."""
+    """The token's, if they are asked for; the first step may have the prompt's before it."""
     news: News = NOTHING_NEW
 
 
@@ -41,9 +41,9 @@ class Totals:
     trace: Trace | None = None
     speculation: Speculation | None = None
     run_lengths: tuple[int, ...] | None = None
-    """None: as hits and misses have it."""
+    """None: from hits and misses."""
     first_boundary: tuple[int, ...] = ()
-    """As `Stats` has it."""
+    """See `Stats`."""
     layout: Layout | None = None
     outside_guess_vocab: int = 0
     news: News = NOTHING_NEW
@@ -67,7 +67,7 @@ class Totals:
 
 
 class Decoder(Protocol):
-    """What makes the steps of a request, or of a part of one."""
+    """Makes the steps of a request, or of a part of one."""
 
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class Decoder(Protocol):
     def _steps(
         self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
     ) -> Generator[Step | Totals, None, None]:
-        """Yield each new token, then the totals; `live` as `Live` has it."""
+        """Yield each new token, then the totals; `live` is a `Live`."""
 
 
 def in_parts(
@@ -127,13 +127,13 @@ def in_parts(
 
 
 def lengths_of_runs(verdicts: Sequence[bool | None]) -> tuple[int, ...]:
-    """Tokens between two misses, from each token's `Step.hit`; where nothing was guessed each token is a run."""
+    """Tokens between two misses, from each token's `Step.hit`; without guesses each token is a run."""
     hits = [hit for hit in verdicts if hit is not None]
     return run_lengths(hits) if hits else (1,) * len(verdicts)
 
 
 def parts_of(prompt_size: int, max_new_tokens: int, recomputed_at: int | None) -> list[int]:
-    """New tokens of each part of a request: two where its text grows past `recomputed_at` tokens, else one."""
+    """New tokens of each part of a request: two if its text grows past `recomputed_at` tokens, else one."""
     first = (recomputed_at or 0) - prompt_size
     return [first, max_new_tokens - first] if 0 < first < max_new_tokens else [max_new_tokens]
 

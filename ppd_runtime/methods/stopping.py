@@ -38,7 +38,7 @@ class Stopping:
     """A stopping rule for drafts of at most `most` tokens.
 
     Raises:
-        ValueError: for a rule that there is not, and for numbers out of range.
+        ValueError: for an unknown rule, and for numbers out of range.
     """
 
     rule: str = "constant"
@@ -66,7 +66,7 @@ class StopDrafting:
         self._drafted, self._confidence = 0, 1.0
 
     def begin_draft(self, most: int) -> None:
-        """A draft begins that may have `most` tokens at the most, for reasons of the text's."""
+        """Begin a draft of at most `most` tokens, a limit that the text sets."""
         self._drafted, self._confidence = 0, 1.0
         self._most = min(most, self.stopping.most)
 

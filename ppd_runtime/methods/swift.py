@@ -27,18 +27,18 @@ from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 
 _WIDTHS = ((0.5, SWIFT_WIDEST), (0.8, 5), (0.95, 3), (1.0, 1))
-"""Candidates for a place whose confidence is at most so much (section 4.2)."""
+"""Greatest confidence of a place, and its candidates (section 4.2)."""
 
 
 class Swift:
-    """Drafts with sub-layers left out; which ones, it finds out while it decodes.
+    """Drafts with sub-layers left out, and finds out which while it decodes.
 
     Args:
         stage: the whole model.
         layers: the sub-layers to leave out, or a search for them, which goes on over all requests until it is finished.
-        stopping: the paper's stops behind a confidence below a threshold, at 25 tokens at the latest.
+        stopping: the paper's stops after a confidence below a threshold, at 25 tokens at the latest.
         window: γ: the newest generated tokens, by which the search scores a set.
-        widest: candidates that a drafted place has at the most, where it is doubtful (dynamic verification).
+        widest: most candidates for a doubtful drafted place (dynamic verification).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Swift:
 
     @property
     def steered_by(self) -> int:
-        """The requests that the search has gone by."""
+        """The requests that the search has used."""
         return self.search.requests if self.search else 0
 
     def begin(self, capacity: int) -> None:
@@ -78,7 +78,7 @@ class Swift:
         return self.stage.run(0, self.stage.num_layers, list(token_ids), 0)
 
     def draft(self, history: Sequence[int], most: int, propose: Propose) -> Draft:
-        """A chain of likeliest tokens with others beside them; before it, a step of the search."""
+        """A step of the search, then a chain of likeliest tokens with others beside them."""
         if most and self.search and len(history) - self._prompt_length >= self.window:
             self._improve(self.search, history)
         draft, node = Draft(history[-1]), 0
@@ -104,7 +104,7 @@ class Swift:
         return self.stage.run_tree(draft.tokens, draft.parents, position)
 
     def keep(self, draft: Draft, path: Sequence[int], history: Sequence[int]) -> None:
-        """Keep the entries of the path alone."""
+        """Keep only the path's entries."""
         self.stage.keep_path(len(history) - 1 - len(path), path)
         self.stop_drafting.judged(draft.steps, len(path) - 1)
         if self.search:
@@ -121,8 +121,8 @@ class Swift:
     def matchness(self, left_out: LayerSet, history: Sequence[int]) -> float:
         """The share of the newest tokens that drafts without these sub-layers predict (equations 3 and 4).
 
-        One pass over the window, behind the whole model's entries of the text before it. The window's own entries,
-        which the pass overwrites, are put back.
+        Runs one pass over the window, after the whole model's entries of earlier text. The window's own entries, which
+        the pass overwrites, are restored.
         """
         stage, newest = self.stage, len(history) - 1
         first = newest - self.window

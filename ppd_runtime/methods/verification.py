@@ -1,7 +1,7 @@
 """Which drafted tokens stay: rules that draw the tokens of a draft and judge them by the whole model's logits.
 
-Both rules are exact samplers: what they let through is distributed as ordinary decoding's tokens are. `SharedNoise`
-gives ordinary decoding's very tokens; `RejectionSampling` is what the papers use.
+Both rules are exact samplers: the tokens that stay are distributed like ordinary decoding's. `SharedNoise` gives
+ordinary decoding's very tokens; `RejectionSampling` is what the papers use.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from ppd_runtime.sampling import Draws, Sampler
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a draft came to."""
+    """A draft's outcome."""
 
     path: tuple[int, ...]
     """The nodes that stay, from node 0 downwards."""
     token: int
-    """The token behind them: the whole model's own."""
+    """The token after them: the whole model's own."""
 
 
 class AcceptanceRule(Protocol):
@@ -35,25 +35,25 @@ class AcceptanceRule(Protocol):
 
     @property
     def takes_highest_logit(self) -> bool:
-        """Whether it always takes the highest logit: to choose, and to propose one, its softmax the confidence."""
+        """Whether a choice and a single proposal are the highest logit, with its softmax as confidence."""
         ...
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
-        """The token behind `history` where nothing was drafted, from the whole model's `[vocab_size]` logits."""
+        """The token after `history` without a draft, from the whole model's `[vocab_size]` logits."""
         ...
 
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
-        """Up to `most` tokens for the place behind `history`, best first, from a draft's `[vocab_size]` logits."""
+        """Up to `most` tokens for the place after `history`, best first, from a draft's `[vocab_size]` logits."""
         ...
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
         """What stays of `draft`, whose node 0 is the newest token of `history`.
 
-        `logits` are the whole model's behind each node, `[nodes, vocab_size]`. Where they choose no token behind a node
-        further down, nothing stays of the draft from there on: the text may end before.
+        `logits` are the whole model's after each node, `[nodes, vocab_size]`. If they choose no token after a later
+        node, nothing of the draft stays from there on: the text may end before.
 
         Raises:
-            RequestError: where they choose none behind node 0.
+            RequestError: if they choose none after node 0.
         """
         ...
 
@@ -61,7 +61,7 @@ class AcceptanceRule(Protocol):
 def acceptance_rule(name: str, sampler: Sampler, prompt_length: int = 0, earlier: int = 0) -> AcceptanceRule:
     """The rule called `name`, one of `ACCEPTANCE_RULES`, for one request; greedily both are equality.
 
-    `prompt_length` and `earlier` are as `Draws` has them.
+    For `prompt_length` and `earlier` see `Draws`.
     """
     if name == "rejection" and not sampler.params.greedy:
         return RejectionSampling(sampler, Draws(sampler.params.seed, prompt_length, earlier))
@@ -87,7 +87,7 @@ class SharedNoise:
         return _likeliest(self.sampler.chances(scores), most)
 
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
-        """Goes down while a node has a child that is the whole model's choice."""
+        """Go down while a node has a child that is the whole model's choice."""
         choices = self.sampler.choices(logits)
         if choices is not None:
             return equal_to(choices, draft, len(history))
@@ -100,10 +100,10 @@ class SharedNoise:
 
 
 def equal_to(choices: Sequence[int], draft: Draft, position: int) -> Verdict:
-    """What stays of `draft` where the whole model chooses `choices` behind its nodes, or NO_TOKEN.
+    """What stays of `draft` if the whole model chooses `choices` after its nodes, or NO_TOKEN.
 
     Raises:
-        RequestError: where it chooses none behind node 0, for `position`.
+        RequestError: if it chooses none after node 0, at `position`.
     """
     if choices[0] == NO_TOKEN:
         raise no_numbers(position)
@@ -118,8 +118,8 @@ def equal_to(choices: Sequence[int], draft: Draft, position: int) -> Verdict:
 def _judged(
     draft: Draft, history: Sequence[int], decide: Callable[[int, Sequence[int]], tuple[int | None, int]]
 ) -> Verdict:
-    """Goes down while `decide` names a child that stays; it is given a node and the text up to it, and names the token
-    behind it too.
+    """Go down while `decide` names a child that stays. It gets a node and the text up to it, and also names the token
+    after the node.
     """
     path, text = [0], list(history)
     while True:
@@ -136,16 +136,16 @@ def _judged(
 
 
 def _up_to_last(path: Sequence[int], draft: Draft) -> Verdict:
-    """What stays where no token is chosen behind the last node of a path."""
+    """What stays if no token is chosen after the last node of a path."""
     return Verdict(tuple(path[:-1]), draft.tokens[path[-1]])
 
 
 class RejectionSampling:
     """Speculative sampling (Leviathan et al.): a drawn token stays with probability min(1, p/q), else max(p − q, 0).
 
-    p is the whole model's processed distribution, q the draft's. Tokens that were named outright stay where a draw from
-    p is one of them. No random number is used twice, so that thresholds and searches may go by what became of earlier
-    drafts (docs/exactness.md); they come in one order from the request's seed, so a run can be repeated.
+    p is the whole model's processed distribution, q the draft's. Tokens that were not drawn stay if a draw from p is
+    one of them. No random number is used twice, so that thresholds and searches may depend on earlier drafts
+    (docs/exactness.md). The numbers come in one order from the request's seed, so a run can be repeated.
     """
 
     def __init__(self, sampler: Sampler, draws: Draws) -> None:
@@ -160,7 +160,7 @@ class RejectionSampling:
 
     @torch.inference_mode()
     def propose(self, logits: Tensor, history: Sequence[int], most: int = 1) -> list[Proposal]:
-        """A draw from q; where several are asked for, or q is no distribution, the likeliest, named outright."""
+        """A draw from q; if several are wanted, or q is no distribution, the likeliest, without a draw."""
         chances = self.sampler.distribution(logits, history, guessed=True)
         if most > 1 or chances[0].isnan():
             return _likeliest(chances, most)
@@ -169,7 +169,7 @@ class RejectionSampling:
 
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor, history: Sequence[int]) -> Verdict:
-        """Goes down while a child stays."""
+        """Go down while a child stays."""
 
         def decide(node: int, text: Sequence[int]) -> tuple[int | None, int]:
             found = self._decide(draft, node, self._law(logits[node], text))
@@ -179,14 +179,14 @@ class RejectionSampling:
         return _judged(draft, history, decide)
 
     def _law(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """p; raises RequestError where there is none."""
+        """p; raises RequestError if there is none."""
         chances = self.sampler.distribution(logits, history)
         if chances[0].isnan():
             raise self.sampler.no_choice(logits, len(history))
         return chances
 
     def _decide(self, draft: Draft, node: int, chances: Tensor) -> tuple[int | None, int]:
-        """The child that stays, if any, and the token behind `node`."""
+        """The child that stays, if any, and the token after `node`."""
         children = draft.children(node)
         drawn_from = draft.distributions[children[0]] if children else None
         if drawn_from is None:
@@ -201,7 +201,7 @@ class RejectionSampling:
 
 
 def _likeliest(chances: Tensor, most: int) -> list[Proposal]:
-    """The first of them as `argmax` chooses among equals (`topk` may choose another)."""
+    """Likeliest tokens; the first is `argmax`'s among equals (`topk`'s may differ)."""
     first = int(chances.argmax())
     if most == 1:
         return [Proposal(first, float(chances[first]))]

@@ -1,4 +1,4 @@
-"""A stage out of a model's files, weights and compiled code; and what is made of them before workers start."""
+"""Builds a stage from a model's files and compiled code; makes shared weight files before workers start."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +29,12 @@ def load_stage(
     first: int = 0,
     head_tokens: Sequence[int] = (),
 ) -> LayerRange:
-    """`load_layers` as a stage; with `code`, as `compile_ahead` gives it, passes over few tokens run that."""
+    """`load_layers` as a stage. With `code` from `compile_ahead`, passes over few tokens run that code."""
     check_gpu_memory(info, first, last, dtype, device)
     model = load_layers(info, last, dtype, device, first, head_tokens)
     compiled = None
     if code:
-        from ppd_runtime.models.compiled.passes import CompiledLayers  # only compiled code needs all that it imports
+        from ppd_runtime.models.compiled.passes import CompiledLayers  # many imports; only compiled code needs them
 
         copies = bfloat16_weights(info, last) if _has_copies(info, dtype, device) else {}
         compiled = CompiledLayers(model, code, copies, first=first)
@@ -47,7 +47,7 @@ def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bo
     """Make, or check, the files of weights that `load_stage` maps into memory, before processes with deadlines do so.
 
     Raises:
-        ValueError: where the file of a quantised folder is damaged.
+        ValueError: if the file of a quantised folder is damaged.
     """
     if info.weights:
         check_packed(info)

@@ -19,14 +19,14 @@ from ppd_runtime.models.pass_kinds import PassKind, head_rows
 
 logger = logging.getLogger(__name__)
 VARIABLE = "PPD_COMPILE"
-"""An environment variable: 0 or 1 stands for `compile` where that is not given."""
+"""An environment variable: 0 or 1 is `compile` if that is not given."""
 _COST = "a token takes several times as long"
 Code = Mapping[int, tuple[Path, ...]]
 """Files for each kind of passes."""
 
 
 def wants_code(wanted: bool | None, device: str) -> bool:
-    """Whether passes are to be compiled: as it was given, else on Linux CPUs where there is a C++ compiler.
+    """Whether to compile passes: `wanted` if given, else on Linux CPUs with a C++ compiler.
 
     Raises:
         ValueError: for an environment variable `VARIABLE` that is neither 0 nor 1.
@@ -57,10 +57,10 @@ def code_for(
     passes: Iterable[int],
     progress: Callable[[str], None] = logger.info,
 ) -> Code:
-    """Call `compile_ahead` where passes are to be compiled; otherwise do nothing.
+    """Call `compile_ahead` if passes are to be compiled; otherwise do nothing.
 
     Raises:
-        ValueError: where `wanted` is True, and the model cannot be compiled, or not on this machine. Else that is a
+        ValueError: if `wanted` is True and the model cannot be compiled, or not on this machine. Else that is a
             warning.
     """
     if not wants_code(wanted, device):
@@ -81,19 +81,19 @@ def compile_ahead(
     passes: Iterable[int] = (PassKind.ONE,),
     progress: Callable[[str], None] = logger.info,
 ) -> dict[int, tuple[Path, ...]]:
-    """Each layer's file of compiled code for each kind of passes, and the head's alone where that is compiled; makes
-    those that no earlier run has made.
+    """Each layer's file of compiled code for each kind of passes, and the head's own if that is compiled; makes those
+    that no earlier run has made.
 
     Args:
         passes: numbers that are, or stand for, a `PassKind`; the whole head is made besides.
         progress: is told each file that has to be made.
 
     Raises:
-        ValueError: where the model cannot be compiled, or not on this machine.
+        ValueError: if the model cannot be compiled, or not on this machine.
     """
     if is_float32_on_cpu(device, dtype):
         load_meanwhile()
-    # only compiled code needs all that it imports
+    # many imports; only compiled code needs them
     from ppd_runtime.models.compiled.export import CodePart, head_part, layer_parts
 
     config, place = model_config(info.folder), torch.device(device)
@@ -119,7 +119,7 @@ def compile_ahead(
 
 
 def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Iterable[int]) -> bytes:
-    """What `compile_ahead` gives, for other hosts' processes, which take it with `compiled_elsewhere`."""
+    """Code of `compile_ahead` for other hosts' processes, which unpack it with `compiled_elsewhere`."""
     from ppd_runtime.models.compiled.code_bundle import pack_code
 
     return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))

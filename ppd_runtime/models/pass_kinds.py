@@ -4,12 +4,12 @@ from enum import IntEnum
 
 
 class PassKind(IntEnum):
-    """What a file of compiled code runs; 2 or more stands for a pass over just so many candidates of one position."""
+    """What a file of compiled code runs; n of 2 or more is a pass over exactly n candidates of one position."""
 
     ONE = 1
     """One token."""
     SEVERAL = 0
-    """Two or more tokens, each behind another one of them or behind the text."""
+    """Two or more tokens, each after another one of them or after the text."""
     WITHOUT_ATTENTION = -2
     """One token through a layer with its attention left out."""
     WITHOUT_MLP = -3
@@ -19,10 +19,10 @@ class PassKind(IntEnum):
 
 
 def head_kind(rows: int = 0) -> int:
-    """What stands for a head of so many rows; 0 for the whole vocabulary's."""
+    """The kind of a head with `rows` rows; 0 is the whole vocabulary."""
     return PassKind.HEAD - rows
 
 
 def head_rows(kind: int) -> int | None:
-    """Rows of the head that a kind stands for, as `head_kind` has them; None where it stands for none."""
+    """Rows of the head of a kind, the inverse of `head_kind`; None if the kind is no head."""
     return PassKind.HEAD - kind if kind <= PassKind.HEAD else None

@@ -40,7 +40,7 @@ class AdapterTraining(LearningFromModel):
         self._attention, self._head = layer_range(self.adapter, 0, 1), FinalHead(self.adapter)
 
     def logits(self, states: Tensor) -> Tensor:
-        """The adapter's, `[rows, tokens, vocab_size]`, of the states after the exit layer."""
+        """Adapter logits, `[rows, tokens, vocab_size]`, of states after the exit layer."""
         with self.autocast(states.device):
             return self._head(self._attention(inputs_embeds=states, use_cache=False).last_hidden_state)
 

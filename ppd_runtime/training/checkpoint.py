@@ -47,7 +47,7 @@ class Checkpoint:
             ) from error
 
     def load(self) -> int:
-        """Restore the newest state, if there is one; the number of finished steps.
+        """Restore the newest state, if any; returns the number of finished steps.
 
         Raises:
             ValueError: the file is broken, or its training had other settings.

@@ -70,12 +70,12 @@ class HeadTraining(LearningFromModel):
         self.recipe, self.head = recipe, head
 
     def logits(self, states: Tensor) -> Tensor:
-        """The head's, `[rows, tokens, vocab_size]`."""
+        """Its logits, `[rows, tokens, vocab_size]`."""
         with self.autocast(states.device):
             return self.head(states)
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean over the tokens of some rows."""
+        """Mean loss of some rows' tokens."""
         states = self.frozen.exit_states(rows[:, :-1])
         logits = self.logits(states)
         if self.recipe.loss == DISTIL:

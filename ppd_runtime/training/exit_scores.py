@@ -1,4 +1,4 @@
-"""What each layer's exit through the shared norm and head reaches on given text, full depth among them."""
+"""Scores of each layer's exit, full depth included, through the shared norm and head on given text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ class HeadScores:
     loss: float
     """Cross-entropy to the text's next token."""
     divergence: float
-    """Kullback-Leibler divergence of full depth's distribution from the head's: 0 where they are the same."""
+    """Kullback-Leibler divergence of full depth's distribution from the head's: 0 if they are the same."""
     match_rates: dict[str, dict[int, float]]
     """By way of `WAYS` and k."""
 
@@ -42,7 +42,7 @@ class HeadComparison:
     after: HeadScores
 
     def as_dict(self) -> dict[str, object]:
-        """Everything as JSON holds it."""
+        """Everything as JSON values."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ class _Sums:
                 self.hits[way, k] = self.hits.get((way, k), 0) + int((places < k).sum())
 
     def means(self, num_tokens: int) -> HeadScores:
-        """What they come to over so many tokens."""
+        """The means over `num_tokens` tokens."""
         rates = {way: {k: self.hits[way, k] / num_tokens for k in self.ks} for way in WAYS}
         return HeadScores(self.loss / num_tokens, self.divergence / num_tokens, rates)
 
@@ -84,7 +84,7 @@ def compare_heads(
     ks: tuple[int, ...] = (1, 3, 5),
     seed: int = 0,
 ) -> HeadComparison:
-    """Both heads on the same hidden states.
+    """Score both on the same hidden states.
 
     Args:
         before: the first head.

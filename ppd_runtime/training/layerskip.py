@@ -1,4 +1,4 @@
-"""LayerSkip's training recipe: layers that samples leave out, and exits through the shared norm and head that learn."""
+"""LayerSkip's training recipe: samples leave out layers, and exits through the shared norm and head learn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class DroppableLayer(nn.Module):
 
 
 def _of_rows(value: Any, rows: Tensor, batch: int) -> Any:
-    """What a layer is given for some samples of a batch; what has no sample of its own is for all of them."""
+    """A layer's argument for some samples of a batch; one without a row per sample is for all."""
     if isinstance(value, tuple):
         return tuple(_of_rows(each, rows, batch) for each in value)
     return value[rows] if isinstance(value, Tensor) and len(value) == batch else value
@@ -145,7 +145,7 @@ class LayerSkipTraining(Training):
         self._decoder.layers = nn.ModuleList(self.layers)
 
     def add_gradients(self, rows: Tensor, step: int) -> float:
-        """Add the gradients of J(X, Y, t) (equation 5), of the length `clip_norm` at the most; the loss."""
+        """Add the gradients of J(X, Y, t) (equation 5), clipped to length `clip_norm`; returns the loss."""
         rows = rows.to(self.model.device)
         outputs = self._exits(rows[:, :-1], step)
         weights = self.recipe.exit_weights(step, self.num_layers, self.num_steps)
@@ -184,6 +184,6 @@ class LayerSkipTraining(Training):
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """What the last backward pass gave it."""
+    """The last backward pass's gradient."""
     assert tensor.grad is not None
     return tensor.grad

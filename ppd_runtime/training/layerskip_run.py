@@ -35,7 +35,7 @@ class LayerSkipReport:
     after: list[ExitScore]
 
     def as_dict(self) -> dict[str, object]:
-        """Everything as JSON holds it."""
+        """Everything as JSON values."""
         return asdict(self)
 
 

@@ -25,7 +25,7 @@ class Training(ABC):
 
     @abstractmethod
     def add_gradients(self, rows: Tensor, step: int) -> float:
-        """Add the gradients of a batch's mean loss to the parameters'; the loss."""
+        """Add a batch's mean-loss gradients to the parameters'; gives the loss."""
 
     def run(self, checkpoint: Checkpoint, on_step: Callable[[int, float], None], save_every_s: float = 30.0) -> None:
         """Take the steps that are left; `on_step` gets the number of finished steps and the last one's mean loss."""
@@ -76,7 +76,7 @@ class LearningFromModel(Training):
 
     Args:
         recipe: the steps.
-        frozen: the model, cut where what is trained takes its inputs.
+        frozen: the model, cut where the learner takes its inputs.
         learner: what is trained.
         rows: token ids, `[rows, length + 1]`.
         logits_at_once: bounds the memory of a pass over a part of a batch.
@@ -92,10 +92,10 @@ class LearningFromModel(Training):
 
     @abstractmethod
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean over the tokens of some rows."""
+        """Mean loss of some rows' tokens."""
 
     def add_gradients(self, rows: Tensor, step: int) -> float:
-        """Add the gradients of a batch's mean loss to the parameters'; the loss."""
+        """Add a batch's mean-loss gradients to the parameters'; gives the loss."""
         total = 0.0
         for part in rows.split(self._rows_at_once):
             loss = self.loss(part) * (len(part) / len(rows))

@@ -33,8 +33,8 @@ class ProbeRecipe(ExitRecipe):
 class ProbeTraining(LearningFromModel):
     """Trains a probe on the greedy drafts of one exit of `model` over `rows` of token ids, `[rows, length + 1]`.
 
-    It learns on states that are shifted and scaled to mean 0 and deviation 1, as the first batch has them: some
-    features of a residual stream are a thousand times larger than others. `probe` gives it for the states themselves.
+    It learns on states shifted and scaled to mean 0 and deviation 1 by the first batch's values: some features of a
+    residual stream are a thousand times larger than others. `probe` converts it to the states themselves.
     """
 
     def __init__(self, recipe: ProbeRecipe, model: PreTrainedModel, rows: Tensor) -> None:
@@ -54,7 +54,7 @@ class ProbeTraining(LearningFromModel):
 
     @torch.no_grad()
     def probe(self) -> Probe:
-        """The probe as it is now, for hidden states as the model gives them."""
+        """The probe as it is now, for the model's own hidden states."""
         probe = Probe(len(self._mean)).to(self._mean.device)
         probe.direction.copy_(self.standardised.direction / self._deviation)
         probe.bias.copy_(self.standardised.bias - probe.direction @ self._mean)

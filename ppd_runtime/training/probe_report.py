@@ -26,13 +26,13 @@ class ProbeReport:
 
     num_tokens: int
     accepted: float
-    """Share of the tokens whose draft full depth chooses: who always says yes, or always no, is right as often."""
+    """Share of the tokens whose draft full depth chooses: always yes is right as often, always no for the rest."""
     probe: Forecast
     confidence: Forecast
-    """The draft token's own probability in its place, as Draft & Verify and AdaSPEED without a probe have it."""
+    """The draft token's own probability instead, as in Draft & Verify and AdaSPEED without a probe."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything as JSON holds it."""
+        """Everything as JSON values."""
         return asdict(self)
 
 
@@ -68,7 +68,7 @@ def forecast(probabilities: np.ndarray, accepted: np.ndarray) -> Forecast:
 
 
 def area_under_curve(scores: np.ndarray, accepted: np.ndarray) -> float:
-    """Area under the ROC curve, by the Mann-Whitney statistic; 0.5 where all are accepted, or none."""
+    """Area under the ROC curve, by the Mann-Whitney statistic; 0.5 if all are accepted, or none."""
     rejected, pairs = np.sort(scores[~accepted]), int(accepted.sum()) * int((~accepted).sum())
     if not pairs:
         return 0.5

@@ -44,7 +44,7 @@ class Recipe:
         check_share("warmup_ratio", self.warmup_ratio)
 
     def num_steps(self, num_rows: int) -> int:
-        """Steps for so many rows of data."""
+        """Steps for `num_rows` rows."""
         steps = self.epochs * math.ceil(num_rows / self.batch_size)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 

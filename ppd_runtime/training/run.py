@@ -22,7 +22,7 @@ from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.tune.measured_on import versions
 
 HELD_OUT_LENGTH, HELD_OUT_ROWS = 512, 64
-"""Tokens in a row, and rows, to compare on at the most."""
+"""Most tokens in a row, and most rows, to compare on."""
 
 
 class TrainingRun(ABC):
@@ -62,7 +62,7 @@ class TrainingRun(ABC):
         """Take the steps that are left; `on_step` gets the number of finished steps and the last one's loss.
 
         Raises:
-            ValueError: where another process trains into the same folder, what is kept beside it is of another
+            ValueError: if another process trains into the same folder, what is kept beside it is of another
                 training, or nothing can be written there.
         """
         with alone(self.out):
@@ -77,7 +77,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def write(self, on_row: Callable[[int], None]) -> Any:
-        """Compare on held-out text and write the folder; a report."""
+        """Compare on held-out text, write the folder and report."""
 
     def account(self) -> dict[str, Any]:
         """How it was trained, for the card."""
@@ -177,7 +177,7 @@ class PartRun(TrainingRun):
 
 @contextlib.contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Keep other trainings from `out` meanwhile; raises ValueError where one is at work on it, or none can be."""
+    """Keep other trainings from `out` meanwhile; raises ValueError if one is at work on it, or the lock fails."""
     lock = FileLock(out.with_name(out.name + ".unfinished.lock"))
     try:
         lock.acquire(timeout=0)
@@ -194,7 +194,7 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError where a new folder `out` cannot appear."""
+    """Raise ValueError if a new folder `out` cannot appear."""
     if not out.name or not out.parent.is_dir():
         raise ValueError(f"out={str(out)!r}: give a new folder in one that exists")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -202,7 +202,7 @@ def check_out(out: Path) -> None:
 
 
 def check_exit_layer(info: ModelInfo, exit_layer: int) -> None:
-    """Raise ValueError for a layer that has none behind it."""
+    """Raise ValueError for a layer without one after it."""
     if exit_layer >= info.num_layers:
         choice = f"with {info.num_layers} layers choose 1 to {info.num_layers - 1}"
         raise ValueError(f"exit_layer={exit_layer}: {choice}")

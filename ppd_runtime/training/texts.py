@@ -29,16 +29,16 @@ class Texts:
 
     @property
     def sha256(self) -> str:
-        """Over all of them, in hexadecimal digits."""
+        """All texts' hash, in hexadecimal digits."""
         return hashlib.sha256(json.dumps([self.training, self.held_out]).encode()).hexdigest()
 
 
 def read_texts(source: str) -> Texts:
-    """The texts of a file, or the standard library's where `source` is "demo".
+    """The texts of a file, or the standard library's if `source` is "demo".
 
     A file ending in .jsonl holds one object a line with a "text" or a "prompt"; any other file is one plain text, cut
-    into passages at blank lines. Of the different texts one in 25 is held out, at least one: those whose hashes are
-    lowest, so that a longer or reordered file holds out the same ones, but for a few.
+    into passages at blank lines. One in 25 of the different texts, at least one, is held out: those with the lowest
+    hashes, so that a longer or reordered file holds out nearly the same ones.
 
     Raises:
         ValueError: naming the file, the line that is broken, or what is missing.
@@ -93,7 +93,7 @@ def _json_lines(path: Path) -> Iterator[str]:
 
 
 def _passages(path: Path) -> Iterator[str]:
-    """Whole paragraphs, as many together as make a passage."""
+    """Whole paragraphs, as many as make a passage."""
     try:
         paragraphs = path.read_text(encoding="utf-8").split("\n\n")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""A plan for devices that are not here: the formulas over what is given, and over what is measured where it is not.
+"""A plan for devices that are not here: formulas over given values, and over measured ones where none is given.
 
 Only measuring needs the model and torch: they are imported when it comes to that.
 """
@@ -85,7 +85,7 @@ class Given:
         return None if self.match_rates is None else read_match_rates(self.match_rates)
 
     def check_weights(self, weights: str | None) -> None:
-        """Raise ValueError where the file's rates are of another format than the model, or than what was asked for."""
+        """Raise ValueError if the file's rates have another format than the model, or than what was asked for."""
         known = self.rates.weights if self.rates else None
         if None not in (known, weights) and known != weights:
             told = f"was measured with weights in {known}, and the model has them in {weights}"
@@ -153,10 +153,10 @@ class DevicePlan:
 def plan_devices(
     given: Given, model: str, subject: "Subject | None", progress: "Progress" = lambda line: None
 ) -> DevicePlan:
-    """Rank what fits; the `subject` is needed where something is measured.
+    """Rank what fits; the `subject` is needed only for measuring.
 
     Raises:
-        ValueError: for what was given and cannot be.
+        ValueError: for given values that cannot be.
     """
     num_layers = _num_layers(given, model, subject)
     parts = _parts(given, subject, progress)
@@ -169,7 +169,7 @@ def plan_devices(
 
 
 def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
-    """The model's; ValueError where the file, the option and the model contradict each other."""
+    """The layers; ValueError if the file, the option and the model contradict each other."""
     if subject is None:
         assert given.rates
         return given.rates.layers(given.layers)

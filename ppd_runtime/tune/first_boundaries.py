@@ -10,7 +10,7 @@ from ppd_runtime.tune.match_rates import MatchRateSetting, TextPlaces
 
 @dataclass(frozen=True)
 class FirstBoundaries:
-    """For stages that end after given layers, and one way of ranking."""
+    """Counts for stages that end after given layers, and one ranking."""
 
     cuts: tuple[int, ...]
     ks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""SWIFT's search to its end over given prompts: what Self-SD does before it decodes."""
+"""Runs SWIFT's search to its end over prompts, as Self-SD does before decoding."""
 
 import itertools
 from collections.abc import Callable, Sequence

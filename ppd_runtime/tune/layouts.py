@@ -53,15 +53,15 @@ class LayoutFigures:
     speedup_high: float
     """Third quartile."""
     allowed_speedup: float | None
-    """What the candidates of these texts allow where layers alone take time: Theorem 4.1's, or N/E[J]."""
+    """The speed-up that these candidates allow if only layers take time: Theorem 4.1's, or N/E[J]."""
     identical: bool
     """Whether every text is ordinary decoding's."""
     cpu_share: float | None = None
-    """Of the CPU time that there was, what measuring could have; None on other devices."""
+    """The share of CPU time that measuring could have; None on other devices."""
 
     @property
     def realised_saving(self) -> float | None:
-        """The share of the allowed saving that was measured; None where none is allowed."""
+        """The share of the allowed saving that was measured; None if none is allowed."""
         if self.allowed_speedup is None or self.allowed_speedup <= 1:
             return None
         return realised_saving(1 / self.speedup, 1 / self.allowed_speedup)

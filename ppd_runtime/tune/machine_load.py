@@ -1,6 +1,6 @@
 """Whether other programs compute on the cores that something is measured on.
 
-Who computes without waiting and nevertheless gets less CPU time than there is shares its cores with somebody.
+A process that computes without waiting, and gets less CPU time than there is, shares its cores.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 UNDISTURBED = 0.9
-"""Of the CPU time that it can use, what a process has at least where no other program computes."""
+"""The least share of its usable CPU time that a process gets if no other program computes."""
 _PROBE_S = 0.1
 _BLOCK = bytes(1 << 18)  # hashed in a fraction of a millisecond, without Python's lock
 
 
 def busy_note(who: str, share: float) -> str | None:
-    """A line for the reader of times where `who` had too small a share of the CPU time that it could use; else None."""
+    """A line for readers of times if `who` had too small a share of the CPU time that it could use; else None."""
     if share > UNDISTURBED:
         return None
     return f"{who} had {share:.0%} of the CPU time that it could use: others were computing as well. Times are rough."
@@ -25,7 +25,7 @@ def busy_note(who: str, share: float) -> str | None:
 
 @dataclass
 class CpuTime:
-    """CPU time that was got in a time that was spent computing, in seconds."""
+    """CPU time received while computing, in seconds."""
 
     threads: int = 1
     """Threads that computed."""
@@ -33,7 +33,7 @@ class CpuTime:
     wall_s: float = 0.0
 
     def add(self, cpu_s: float, wall_s: float) -> None:
-        """Count a while."""
+        """Add a period."""
         self.cpu_s += cpu_s
         self.wall_s += wall_s
 
@@ -48,12 +48,12 @@ class CpuTime:
 
     @property
     def share(self) -> float:
-        """The CPU time over what could be had, 1 at the most; 1 where nothing was counted."""
+        """The CPU time over the possible CPU time, at most 1; 1 if nothing was counted."""
         return min(1.0, self.cpu_s / (self.wall_s * self.threads)) if self.wall_s else 1.0
 
 
 class LoadMeter:
-    """How much of some cores a measurement gets: what its own computing had, and what probes of all of them had.
+    """How much of some cores a measurement gets, by its own computing and by probes of all of them.
 
     A probe sees what computing on one core does not: a program on the next one, which other processes of the
     measurement will meet.
@@ -76,12 +76,12 @@ class LoadMeter:
 
     @property
     def share(self) -> float:
-        """The smallest share, of the own computing or of a core; 1 where nothing was counted."""
+        """The smallest share, of the own computing or of a core; 1 if nothing was counted."""
         return min(self.computing.share, *(time.share for time in self._probed.values()), 1.0)
 
 
 def _compute_on(core: int) -> tuple[float, float]:
-    """The CPU time that a thread had on a core, and how long it asked for it."""
+    """The CPU time that a thread got on a core, and how long it computed."""
     from ppd_runtime.launch.cpu_affinity import on_cores
 
     with on_cores((core,)):

@@ -11,7 +11,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def cell(value: object, number: str = ".3f") -> str:
-    """A table's text for a value: `number` is a fraction's format, what is None a dash."""
+    """A table's text for a value: `number` is the format of floats; None is a dash."""
     if value is None:
         return "-"
     if isinstance(value, bool):

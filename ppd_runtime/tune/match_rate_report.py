@@ -26,7 +26,7 @@ class Rates:
     """Tokens compared; the same ones for every exit layer and k."""
 
     def rate(self, exit_layer: int, k: int) -> float:
-        """Share of the tokens that were among `k` candidates behind `exit_layer`."""
+        """Share of the tokens that were among `k` candidates after `exit_layer`."""
         return self._hits(exit_layer, k) / self.comparisons
 
     def interval(self, exit_layer: int, k: int) -> tuple[float, float]:
@@ -84,7 +84,7 @@ class MatchRateReport:
         return self.setting.ks[len(self.setting.ks) // 2]
 
     def as_dict(self) -> dict[str, object]:
-        """Everything as JSON holds it; "match_rates" at the top are the runtime's."""
+        """Everything as JSON values; "match_rates" at the top are the runtime's."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -112,7 +112,7 @@ class MatchRateReport:
         return [{"positions": list(ends), **rates.as_dict()} for ends, rates in self.by_position[ranking].items()]
 
     def _boundaries(self, ranking: str) -> dict[str, object]:
-        """Nothing where no cuts were asked for."""
+        """Empty if no cuts were asked for."""
         found = [row.as_dict() for row in self.first_boundaries[ranking]]
         return {"first_boundary": found} if found else {}
 
@@ -126,7 +126,7 @@ def summarise(
     exit_head: str = SHARED,
     weights: str = FLOATS,
 ) -> MatchRateReport:
-    """Count the hits of all texts; raises ValueError where there is none."""
+    """Count the hits of all texts; raises ValueError if there is none."""
     if not texts:
         raise ValueError("no prompt was measured: there is nothing to report")
     tables = {ranking: _count(setting, texts, ranking) for ranking in setting.rankings}

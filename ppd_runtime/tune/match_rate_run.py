@@ -32,7 +32,7 @@ class PromptResult:
 
 
 class MatchRateRun:
-    """Measures prompts and keeps each result as soon as it is there.
+    """Measures prompts and keeps each result at once.
 
     Args:
         meter: what measures one prompt.
@@ -70,7 +70,7 @@ class MatchRateRun:
                 on_progress(self.num_done)
 
     def report(self) -> MatchRateReport:
-        """What the prompts done so far say; raises ValueError where none is done."""
+        """A report of the prompts done so far; raises ValueError if none is done."""
         texts = [self._results[number].text for number in sorted(self._results)]
         info, meter = self.meter.ordinary.info, self.meter
         known = (self.skipped_prompts, meter.exit_head, info.weights_name)

@@ -1,7 +1,7 @@
 """Match rates: how often an intermediate layer's top-k holds the token that full depth gives (the paper's Table 2).
 
 `MatchRateMeter` generates a text by ordinary decoding, then passes it once more through the layers for the hidden
-states behind every exit layer: all layers and all k come from these two.
+states after every exit layer: all layers and all k come from these two.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class MatchRateSetting:
     sampling: SamplingParams
     """How full depth chooses the tokens; its seed is the first prompt's, the next prompt's is one more, and so on."""
     cuts: tuple[tuple[int, ...], ...] = ()
-    """Layers behind which the staged layout's stages end, for one or several numbers of stages; their exits are
-    measured too."""
+    """Layers after which the staged layout's stages end, for one or several numbers of stages; their exits are measured
+    too."""
 
     def __post_init__(self) -> None:
         check_depth(self.num_layers, "an early exit")
@@ -78,7 +78,7 @@ class MatchRateSetting:
 
 @dataclass(frozen=True)
 class TextPlaces:
-    """Where the exits placed each token of one generated text, and what it took to find out."""
+    """The exits' places of each token of one generated text, and the time it took."""
 
     places: dict[str, list[list[int]]]
     """By ranking: `[exit_layers][tokens]`, 0 is the first candidate, max(ks) is no candidate."""
@@ -89,7 +89,7 @@ class TextPlaces:
 
 
 def trained_head_meter(ordinary: OrdinaryDecoding, setting: MatchRateSetting, head: HeadInfo) -> "MatchRateMeter":
-    """A meter of a trained head; raises ValueError where the setting has any other layer than the head's."""
+    """A meter of a trained head; raises ValueError if the setting has any other layer than the head's."""
     head.check_layers(setting.exit_layers)
     network = load_head(head, ordinary.stage.model)
     return MatchRateMeter(ordinary, setting, exit_logits_of(network), f"{head.kind} {head.weights_sha256}")
@@ -110,7 +110,7 @@ class MatchRateMeter:
         exit_logits: ExitLogits | None = None,
         exit_head: str = SHARED,
     ) -> None:
-        """`exit_logits` are the shared head's where it is None; `exit_head` is the name for what gives them."""
+        """`exit_logits`: None is the shared head's; `exit_head` names the head."""
         self.ordinary, self.exit_head = ordinary, exit_head
         self.setting = replace(setting, sampling=ordinary.settled(setting.sampling))
         self._exit_logits = exit_logits or exit_logits_of(ordinary.stage.head)
@@ -143,7 +143,7 @@ class MatchRateMeter:
         return {ranking: torch.cat([part[ranking] for part in parts], dim=1).tolist() for ranking in parts[0]}
 
     def _place_rows(self, states: Tensor, token_ids: list[int], sampler: Sampler) -> dict[str, Tensor]:
-        """Places of the last tokens, `[exit_layers, rows]`, by ranking; `states` are of those before each of them,
+        """Places of the last tokens, `[exit_layers, rows]`, by ranking; `states` are of the token before each,
         `[exit_layers, rows, hidden_size]`."""
         rows: dict[str, list[Tensor]] = {ranking: [] for ranking in self.setting.rankings}
         noise, position = Tensor(), len(token_ids) - states.shape[1]
@@ -165,7 +165,7 @@ def exit_logits_of(head: Callable[[Tensor], Tensor]) -> ExitLogits:
 
 
 def exit_states(stage: LayerRange, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
-    """Hidden states of `token_ids[first:]` behind each exit layer, in rising order: `[tokens, hidden_size]` each.
+    """Hidden states of `token_ids[first:]` after each exit layer, in rising order: `[tokens, hidden_size]` each.
 
     `stage` still holds the entries of the tokens before them; newer ones are dropped. Layers that no exit needs do
     not run.
@@ -184,7 +184,7 @@ def places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
     """
     best, ranked = scores.argmax(-1, keepdim=True), scores.topk(most).indices
     place, best_place = _first_place(ranked == tokens[:, None], most), _first_place(ranked == best, most)
-    place = (place + (best_place > place)).clamp(max=most)  # one further down where the best is not before it
+    place = (place + (best_place > place)).clamp(max=most)  # one place down if the best is not before it
     return torch.where(tokens == best[:, 0], 0, place)
 
 
@@ -194,7 +194,7 @@ def _first_place(found: Tensor, otherwise: int) -> Tensor:
 
 @contextlib.contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """So many threads for matrix products, as generation has: more wait for each other where the cores are busy."""
+    """Use `number` threads for matrix products, as generation does: more wait for each other on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -1,4 +1,4 @@
-"""What a report says of where its figures come from: the machine, and the versions of what computes on it."""
+"""The origin of a report's figures: the machine, and the versions of what computes on it."""
 
 import platform
 from importlib.metadata import version
@@ -16,7 +16,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """By the names of the packages, Python's among them."""
+    """Versions by package name, Python's included."""
     return {
         "python": platform.python_version(),
         "ppd-runtime": __version__,

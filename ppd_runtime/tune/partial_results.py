@@ -24,7 +24,7 @@ class PartialResults(Generic[Result]):
     Args:
         out: that file.
         header: how they are measured.
-        read: a result from its line's JSON object; TypeError, KeyError or AttributeError for what is none.
+        read: a result from its line's JSON object; TypeError, KeyError or AttributeError if malformed.
     """
 
     def __init__(self, out: Path, header: Header, read: Callable[[Any], Result]) -> None:
@@ -33,11 +33,11 @@ class PartialResults(Generic[Result]):
         self._header = json.loads(json.dumps({"format": _FORMAT, **header}))
 
     def open(self, resume: bool, hashes: Mapping[int, str]) -> dict[int, Result]:
-        """Make the file ready to append to; the results that it holds already, by their prompts' numbers.
+        """Make the file ready to append to, and return its results by their prompts' numbers.
 
         Args:
             resume: go on from them.
-            hashes: the prompts' by number; a result has the `number` and the `sha256` of its own.
+            hashes: prompts' hashes by number; a result has its prompt's `number` and `sha256`.
 
         Raises:
             ValueError: it holds results and `resume` is off, they were measured otherwise or on other prompts, or it

@@ -25,7 +25,7 @@ def measured_rates(
 ) -> MatchRates:
     """Rates of every exit layer from half depth on, and first boundaries of 2 to `most_stages` even stages.
 
-    The first token of a text, which has no candidates, is out.
+    A text's first token has no candidates and is left out.
     """
     ordinary, info, sampling = subject.ordinary, subject.ordinary.info, subject.params
     layers = tuple(range((info.num_layers + 1) // 2, info.num_layers))
@@ -47,9 +47,7 @@ def measured_rates(
 
 
 def measured_parts(subject: Subject) -> Parts:
-    """The parts as ordinary decoding's own records have them, but for hops; an exit head is taken to be like the final
-    one.
-    """
+    """The parts from ordinary decoding's own records, without hops; an exit head counts like the final one."""
     ordinary, params = subject.ordinary, replace(subject.params, ignore_eos=True)
     texts = itertools.islice(itertools.cycle(subject.prompts), _LEAST_TEXTS + 1)
     ledgers = [ordinary.generate(list(prompt), params).stats.ledger_per_token for prompt in texts][1:]

@@ -35,10 +35,10 @@ class Conditions:
     max_new_tokens: int
     temperature: float
     seconds: float
-    """Timed for each layout."""
+    """Time of each layout."""
     machine: str
     exit_head: str = SHARED
-    """What names the candidates, as `RuntimeConfig` has it."""
+    """What names the candidates; see `RuntimeConfig`."""
 
     @property
     def places(self) -> str:

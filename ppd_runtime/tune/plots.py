@@ -16,7 +16,7 @@ def draw_heatmaps(report: MatchRateReport, path: Path) -> None:
     """Draw exit layer against k for each ranking, and against position for the runtime's ranking and middle k.
 
     Raises:
-        ValueError: where matplotlib is not installed, or the file cannot be written.
+        ValueError: if matplotlib is not installed, or the file cannot be written.
     """
     setting, ranking = report.setting, report.setting.rankings[0]
     k = report.middle_k

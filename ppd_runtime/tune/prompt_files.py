@@ -1,7 +1,7 @@
 """Prompts out of JSON Lines files: one object a line with a "prompt" text; most other keys are ignored.
 
-Files of Spec-Bench's shape do too: "turns", of which the first is taken, for the prompt, and a "category". In a .txt
-file each line is a prompt.
+Files in Spec-Bench's form are read too: the first of "turns" is the prompt, and "category" its category. In a .txt file
+each line is a prompt.
 """
 
 import itertools
@@ -25,11 +25,11 @@ class Prompt:
     line: int
     text: str
     category: str | None = None
-    """What kind of prompt its file says it is."""
+    """The kind of prompt, by its file."""
 
 
 def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts (None: all) of a file, or of the shipped set where `source` is "demo".
+    """The first `limit` prompts (None: all) of a file, or of the shipped set if `source` is "demo".
 
     Raises:
         ValueError: naming the file and the line that is broken, or a file that holds no prompt.
@@ -53,7 +53,7 @@ def _shipped_file() -> Path:
 
 
 def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
-    """The text under the first of the keys that each JSON object has, line by line of a file; empty lines are skipped.
+    """Each line's text, under the first of the keys that its JSON object has; empty lines are skipped.
 
     Raises:
         ValueError: naming the file and the line that is broken.

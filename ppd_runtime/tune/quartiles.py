@@ -1,4 +1,4 @@
-"""Where the middle half of some measured values lies."""
+"""Quartiles of measured values."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """First quartile, median and third quartile of one value at least.
+    """First quartile, median and third quartile of at least one value.
 
     They stand a quarter, half and three quarters of the way from the first of the sorted values to the last, and are
     interpolated linearly between two values.

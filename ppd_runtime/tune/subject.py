@@ -15,7 +15,7 @@ class Subject:
 
     ordinary: OrdinaryDecoding
     prompts: Sequence[Sequence[int]]
-    """As token ids."""
+    """Token ids."""
     params: SamplingParams
     """With the model's own defaults."""
 
@@ -24,9 +24,9 @@ def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams,
     """The model with the prompts of a file, or "demo" for the shipped ones.
 
     Args:
-        model: as `RuntimeConfig` has it.
-        source: as `read_prompts` has it.
-        limit: take so many prompts; None takes all.
+        model: see `RuntimeConfig`.
+        source: see `read_prompts`.
+        limit: prompts to take; None takes all.
         sampling: how texts are decoded.
         place: settings of `OrdinaryDecoding`.
 
@@ -43,10 +43,10 @@ def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams,
 
 
 def prompt_ids(ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-    """The prompts that leave room for the new tokens, each as a user's message where the model has a chat template.
+    """The prompts that leave room for the new tokens, each as a user's message if the model has a chat template.
 
     Raises:
-        ValueError: where none does.
+        ValueError: if none does.
     """
     most = ordinary.info.max_positions
     if getattr(ordinary.tokenizer, "chat_template", None):

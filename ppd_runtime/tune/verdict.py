@@ -16,9 +16,9 @@ class Candidate:
     speedup: float
     """Ordinary decoding's time per token over this one's."""
     allowed_speedup: float | None
-    """The speed-up where layers alone take time; None: not known."""
+    """The speed-up if only layers take time; None: unknown."""
     surely_faster: bool = True
-    """Whether most texts were faster, not the median alone."""
+    """Whether most texts were faster, not only the median."""
     command: str = ""
     """What runs it; empty: none."""
 
@@ -38,8 +38,8 @@ def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Ve
 
     Args:
         candidates: in any order.
-        nothing_fits: why there is none, said where there is none.
-        cost: what takes time besides layers, said where candidates are right often enough.
+        nothing_fits: the reason if there is no candidate.
+        cost: what takes time besides layers, told if candidates are right often enough.
     """
     if not candidates:
         return Verdict(None, f"don't: {nothing_fits}")

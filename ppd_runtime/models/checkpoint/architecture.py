@@ -1,4 +1,4 @@
-"""Whether a model can be cut into stages, found out from its code and its configuration without its weights."""
+"""Finds out whether a model can be cut into stages, from its code and configuration, without its weights."""
 
 import contextlib
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ _known: dict[tuple[type, str], Architecture] = {}  # a program opens the same mo
 
 
 def architecture_of(model: str, config: PretrainedConfig) -> Architecture:
-    """Found out once for each configuration; ValueError for a model that cannot be cut into stages."""
+    """The `Architecture`, cached by configuration; ValueError if it cannot be cut into stages."""
     key = (type(config), config.to_json_string(use_diff=False))
     if (found := _known.get(key)) is None:
         skeleton = check_architecture(model, config)
@@ -97,7 +97,7 @@ def tokens_until_recomputed(model: str, skeleton: PreTrainedModel, most_tokens: 
 
 
 def depth_of_all_kinds(config: PretrainedConfig, windows: Sequence[int | None]) -> int:
-    """Layers up to the first one of the last kind; 2 at least, if there are so many."""
+    """How many first layers include every kind; at least 2, if there are so many."""
     names = getattr(config, "layer_types", None) or [""] * len(windows)
     kinds = list(zip(names, windows, strict=False))
     return min(len(windows), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
@@ -120,7 +120,7 @@ def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scal
     for number, layer in enumerate(layers):
         view = SomeLayersCache([PreallocatedLayer(1, windows[number])], [number])
         piece = decoder_of(skeleton, {number: layer}, scale)
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # without numbers experts cannot be chosen
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # experts cannot be chosen without numbers
             piece(inputs_embeds=states, past_key_values=view, use_cache=True)
     FinalHead(skeleton).module(inputs_embeds=states, use_cache=False)
 

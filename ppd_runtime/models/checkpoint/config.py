@@ -12,13 +12,13 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ppd_runtime.models.checkpoint.hub import one_line
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
-"""Files of a folder that `ppd quantize` wrote: what its weights are, and they themselves."""
+"""Files that `ppd quantize` writes: the description of the weights, and the weights."""
 GENERATION = "generation_config.json"
-"""The file of what a model's makers want of its texts."""
+"""The file with a model's own generation defaults."""
 AGAIN = "copy or download the model again"
-"""The way out where its files are damaged."""
+"""Advice if a model's files are damaged."""
 _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""Files of an ordinary folder: which tensor is where, and the tensors where they are in one file."""
+"""Files of an ordinary folder: the index of shards, and the single file of tensors."""
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
@@ -33,10 +33,10 @@ def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, in a fixed order; empty where there are none.
+    """The safetensors files of a model, in a fixed order; empty if there are none.
 
-    Chosen as transformers chooses them: what config.json names itself, else the single file, and an index with its
-    shards only without that, for it may be left from an earlier save.
+    The choice is transformers': the file that config.json names, else the single file, else an index with its shards,
+    which may be left from an earlier save.
     """
     if (folder / QUANTISED_CARD).exists():
         return [folder / QUANTISED]
@@ -73,7 +73,7 @@ def model_config(folder: Path) -> PretrainedConfig:
 
 
 def heavy_length(folder: Path, dtype: torch.dtype) -> float:
-    """About how many tokens' keys and values are as many bytes as a model's weights; infinite without weights."""
+    """About the number of tokens whose keys and values equal the weights in bytes; infinite without weights."""
     config, files = model_config(folder), [path for path in weight_files(folder) if path.is_file()]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -1,4 +1,4 @@
-"""What has to be known of a model before any of its weights is read."""
+"""What has to be known about a model before its weights are read."""
 
 import contextlib
 import logging
@@ -32,27 +32,27 @@ from ppd_runtime.models.stage.slicing import check_sub_layers
 logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _WHOLE_NUMBERS = {"BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))}
-"""What safetensors call formats of numbers that are no floats."""
+"""Names in safetensors of dtypes that are not floats."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What has to be known of a model before any of its weights is read."""
+    """What has to be known about a model before its weights are read."""
 
     name: str
-    """As it was given; of a hub's model with the commit, `name@commit`."""
+    """The name as given; a hub's model has its commit, `name@commit`."""
     folder: Path
     num_layers: int
     vocab_size: int
     max_positions: int | None
-    """As `most_positions` has it."""
+    """See `most_positions`."""
     eos_token_ids: frozenset[int]
     recomputed_at: int | None = None
     """Tokens of a text at which transformers' `generate` drops its cache and reads the text again; None: never."""
     longest_in_chunks: int | None = None
-    """Tokens up to which a prompt is read in chunks; None: any number."""
+    """The longest prompt that is read in chunks, in tokens; None: any."""
     weights: str | None = None
-    """The format of its matrices' weights, such as int8; None: floats, as its files have them."""
+    """The matrices' weight format, such as int8; None: floats, as in its files."""
 
     @property
     def weights_name(self) -> str:
@@ -65,12 +65,12 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
 
     Args:
         model: a local folder, a GGUF file, a hub name, one with a revision (`name@commit`), "demo", or "smollm2".
-        weights: the format that its matrices' weights are to have; None: as its files have them.
-        needs_weights: False where its shape and tokenizer are enough.
+        weights: the wanted format of the matrices' weights; None: as in its files.
+        needs_weights: False if its shape and tokenizer are enough.
 
     Raises:
-        ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or one whose
-            weights cannot have the format, or have another one.
+        ValueError: no such model, no safetensors weights, an architecture that cannot be cut into stages, or weights
+            that cannot have the format, or have another one.
     """
     if weights is not None:
         check_choice("weights", weights, ALL_FORMATS)
@@ -106,7 +106,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
 
 
 def _check_weights(model: str, name: str, folder: Path) -> None:
-    """Raise ValueError where a model's files of weights are not there."""
+    """Raise ValueError if a model's weight files are missing."""
     if not (files := weight_files(folder)):
         raise ValueError(f"model {model!r}: {folder} holds no safetensors weights; convert or download them first")
     if missing := [path.name for path in files if not path.is_file()]:
@@ -116,10 +116,10 @@ def _check_weights(model: str, name: str, folder: Path) -> None:
 
 
 def _look_into_files(folder: Path) -> tuple[int, str | None]:
-    """How many layers the files of weights hold, and a weight that is stored as whole numbers, where there is one."""
+    """The number of layers in the weight files, and a weight stored as whole numbers, if there is one."""
     layers, found = 0, None
     for path in weight_files(folder):
-        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # reading it says more
+        with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # loading reports it
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 if number := _LAYER.search(name):
                     layers = max(layers, 1 + int(number[1]))
@@ -129,20 +129,20 @@ def _look_into_files(folder: Path) -> tuple[int, str | None]:
 
 
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; raises ValueError where the folder has none."""
+    """The model's tokenizer; raises ValueError if the folder has none."""
     try:
-        # Of a kept folder the library would choose by the architecture, whatever the file says.
+        # For a kept folder the library would choose by architecture, whatever the file says.
         kind = PreTrainedTokenizerFast if is_kept(info.folder) else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(info.folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain ones
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
-    tokenizer.clean_up_tokenization_spaces = False  # a space that a stream has told cannot be taken back
+    tokenizer.clean_up_tokenization_spaces = False  # a space that was streamed cannot be taken back
     return tokenizer
 
 
 def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None:
-    """Raise ValueError where attentions and MLPs of the model cannot be left out, as `user` would, who needs so many
-    layers; reads no weights."""
+    """Raise ValueError if the model's attentions and MLPs cannot be left out for `user`, or it has too few layers;
+    reads no weights."""
     config = model_config(info.folder)
     try:
         if info.num_layers < least_layers:

@@ -1,4 +1,4 @@
-"""Which dtype is fastest for one-token passes on this machine's CPU: measured once for a model's shapes, then kept."""
+"""Measures once which dtype is fastest for one-token passes of a model's shapes on this CPU; keeps the result."""
 
 import logging
 import platform
@@ -18,7 +18,7 @@ from ppd_runtime.models.native import library as native
 
 logger = logging.getLogger(__name__)
 CLEARLY_FASTER = 1.2
-"""float32 stays unless the other dtype's products are so many times as fast."""
+"""float32 stays unless the other dtype's products are this much faster."""
 _MOST_WEIGHTS = 32 * 2**20  # 192 MiB in both dtypes
 _MOST_SECONDS, _MOST_ROUNDS, _LEAST_ROUNDS = 0.12, 25, 3
 Shape = tuple[int, int]
@@ -26,10 +26,10 @@ Shape = tuple[int, int]
 
 
 def fastest_dtype(layer: nn.Module, num_layers: int, stored: torch.dtype, threads: int) -> torch.dtype:
-    """float32, or the half precision that a model is `stored` in where that is clearly faster for one token.
+    """float32, or the half precision `stored` if that is clearly faster for one token.
 
-    The first process that asks measures, all others read what it found: two starts never differ. Where it cannot be
-    kept it is float32.
+    The first process that asks measures, and others read its result: two starts never differ. If it cannot be kept, it
+    is float32.
 
     Args:
         layer: one of the model's `num_layers`; only its linear layers' shapes count, it may be on the meta device.
@@ -51,7 +51,7 @@ def fastest_dtype(layer: nn.Module, num_layers: int, stored: torch.dtype, thread
 def measure_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, threads: int) -> float:
     """Time of one-token products of all `shapes` in float32 over that in `stored`.
 
-    A round goes through the weights of as many layers as the model has, or as 192 MiB hold: caches flatter it as much
+    A round reads the weights of as many layers as the model has, or as fit in 192 MiB, so that caches help it as much
     as the model. Takes some 0.2 s.
     """
     before = torch.get_num_threads()
@@ -77,7 +77,7 @@ def _kept_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype, t
 
 
 def _weights(shapes: Sequence[Shape], num_layers: int, dtype: torch.dtype) -> list[Tensor]:
-    """Weights of as many layers as there is room for; of a layer that is too large as many outputs."""
+    """Weights of as many layers as fit; of a layer that is too large, as many outputs as fit."""
     size = sum(outputs * inputs for outputs, inputs in shapes)
     share = min(1.0, _MOST_WEIGHTS / size)
     repeats = max(1, min(num_layers, _MOST_WEIGHTS // size))
@@ -107,8 +107,8 @@ def _round_seconds(weights: list[Tensor]) -> float:
 
 
 def choose_device(device: str, weights: str | None = None) -> str:
-    """The device that "auto" stands for: a GPU where PyTorch sees one, but for `weights` of few bits, whose products
-    run on CPUs; raises ValueError for a GPU it does not see."""
+    """The device for "auto": a GPU if PyTorch sees one, but a CPU for `weights` of few bits, whose products run on
+    CPUs; raises ValueError for a GPU that it does not see."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() and not weights else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -124,8 +124,8 @@ def choose_device(device: str, weights: str | None = None) -> str:
 def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, compiled: bool = False) -> torch.dtype:
     """The dtype that "auto" stands for: the model's own on GPUs; on CPUs `fastest_dtype`, which is kept on disk.
 
-    Not measured at each start: two starts on a busy machine could differ, and with them the tokens. A model stored in
-    bfloat16 is compiled in float32 where products are our own, which read as little then.
+    Two starts on a busy machine could measure different dtypes, and so give different tokens. A model stored in
+    bfloat16 is compiled in float32 if products are our own, which then read as few bytes.
     """
     if info.weights:
         return _of_quantised(info.weights, dtype, device)
@@ -136,7 +136,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
     if device == "cpu":
         layer = skeleton_of(config, 1).model.layers[0]
         own_products = compiled and native.is_available(torch.device(device), torch.float32)
-        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts are stacked, and not ours
+        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # no product for stacked experts
         if own_products and matrices and config.dtype == torch.bfloat16:
             chosen = torch.float32
         else:
@@ -146,7 +146,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
 
 
 def _of_quantised(weights: str, dtype: str, device: str) -> torch.dtype:
-    """float32, in which states of models with weights of few bits are; ValueError for another dtype or device."""
+    """float32, the dtype of states if weights have few bits; ValueError for another dtype or device."""
     if dtype not in ("auto", "float32"):
         raise ValueError(f"dtype={dtype!r} with weights={weights!r}: its states are in float32, drop one")
     if device != "cpu":

@@ -1,4 +1,4 @@
-"""Which model this is: a hash that is quick to make for a model of any size and changes when it is retrained."""
+"""A model's fingerprint: a hash that is quick to make at any size and changes when the model is retrained."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 def model_fingerprint(info: ModelInfo) -> str:
     """SHA-256, in hexadecimal digits, over config.json and every tensor's name, dtype, shape and a sample of its bytes.
 
-    A tensor of up to 4 KiB is read whole, of a larger one eight pieces of 512 bytes spread over it: training changes
-    nearly every number of a tensor. How the tensors are spread over files makes no difference.
+    Tensors of up to 4 KiB are read whole. Of larger ones, eight pieces of 512 bytes, spread over the tensor, are read:
+    training changes nearly every number. The split of tensors into files does not matter.
 
     Raises:
         ValueError: for a file that cannot be read or is cut short.
@@ -36,7 +36,7 @@ def model_fingerprint(info: ModelInfo) -> str:
 
 
 def fingerprints(info: ModelInfo) -> tuple[str, ...]:
-    """The model's, and that of the model it was quantised from: what was trained for either serves it."""
+    """The fingerprints of the model and of its quantisation source: parts trained for either fit."""
     card = card_of(info.folder)
     return (model_fingerprint(info), *([card.source_fingerprint] if card else []))
 
@@ -54,7 +54,7 @@ def _tensors(info: ModelInfo, path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """What the file holds (its first 8 bytes say how long that is), and where the tensors' bytes start."""
+    """The file's header, whose length is in the first 8 bytes, and the offset of the tensors' bytes."""
     (length,) = struct.unpack("<Q", file.read(8))
     if length > 2**30:
         raise ValueError("its header is longer than any")

@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says of its texts: defaults of requests, as in transformers' `generate`."""
+"""Defaults of requests from a model's `generation_config.json`, as in transformers' `generate`."""
 
 import logging
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ _LEFT_OUT: Mapping[str, tuple[Any, ...]] = {
     "stop_strings": ([], ""),
     "max_time": (),
 }
-"""Fields that change texts of `generate` and cannot be taken, with values that ask for nothing."""
+"""Unsupported fields that change `generate`'s texts, with the values that change nothing."""
 _IDS = ("suppress_tokens", "begin_suppress_tokens")
-"""Of these `generate` passes over ids that the vocabulary does not have."""
+"""Fields in which `generate` ignores ids that the vocabulary lacks."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class GenerationDefaults:
     """Defaults of requests."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    """Those of `FROM_THE_MODEL`."""
+    """See `FROM_THE_MODEL`."""
     temperature: float | None = None
-    """For requests that are sampled and name no temperature."""
+    """The temperature of sampled requests that name none."""
 
 
 def generation_defaults(info: ModelInfo, wanted: bool = True) -> GenerationDefaults:
-    """The model's, where they are wanted; a warning names what cannot be taken, once in a process.
+    """The model's defaults, if wanted; warns once in a process of fields that are unsupported.
 
     Raises:
         ValueError: for values that `generate` could not work with either.

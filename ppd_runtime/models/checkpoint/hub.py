@@ -1,4 +1,4 @@
-"""Where a model's files are: the demo's, a local folder, or a hub's at one revision; code among them is not fetched."""
+"""Finds a model's files: the demo's, a local folder, or the hub's at one revision, of which no code is fetched."""
 
 import contextlib
 import logging
@@ -12,11 +12,11 @@ DEMO = "demo"
 _FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What is fetched: no other format of weights, and no code."""
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-"""Files that a model runs without, to other texts."""
+"""A model without these writes other texts."""
 
 
 def find_model(model: str) -> tuple[str, Path]:
-    """A model's name, of a hub's with the commit it is pinned to, and its folder.
+    """A model's name and folder; a hub model's name has its pinned commit.
 
     Args:
         model: a local folder, a hub name, one with a revision (`name@branch`, `name@commit`), or "demo".
@@ -41,8 +41,8 @@ def find_model(model: str) -> tuple[str, Path]:
 
 
 def _check_format(model: str, folder: Path) -> None:
-    """Raise ValueError for a folder that holds a model for other programs alone."""
-    with contextlib.suppress(OSError):  # what cannot be read is told by who reads it
+    """Raise ValueError for a folder with a model only for other programs."""
+    with contextlib.suppress(OSError):  # whoever reads the folder reports errors
         suffixes = {path.suffix.lower() for path in folder.iterdir()}
         if ".gguf" in suffixes and not suffixes & {".safetensors", ".json"}:
             raise ValueError(f"model {model!r}: a folder of GGUF files; give one of them, such as {model}/NAME.gguf")
@@ -63,10 +63,10 @@ def _download(model: str, name: str, revision: str | None) -> Path:
 
 
 def _without_the_hub(name: str, revision: str | None, error: Exception) -> Path | None:
-    """What the cache has of a model, where it is by `error` that the hub cannot be reached.
+    """The cached files of a model, if `error` says that the hub cannot be reached.
 
-    Other programs fetch just the files that they read, and these are enough. Whether the weights are among them is told
-    by who reads them.
+    Other programs fetch only the files that they read, which are enough. Whoever reads the weights reports if they are
+    missing.
     """
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
@@ -87,12 +87,12 @@ def _without_the_hub(name: str, revision: str | None, error: Exception) -> Path 
 
 
 def fetched_with(name: str, revision: str = "") -> str:
-    """The way out where files of a hub's model, perhaps `name@commit`, are not here."""
+    """Advice if files of a hub's model, perhaps `name@commit`, are missing."""
     name, _, commit = name.partition("@")
     return f"fetch it where the hub can be reached, with `hf download {name} --revision {revision or commit}`"
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong in a library, for the end of a line of ours."""
+    """A library's error on one line, to end our message with."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

@@ -1,4 +1,4 @@
-"""A folder, hub name or "demo" → its description, its tokenizer, and a model with only the layers asked for."""
+"""Loads a model, by its description, with only the layers asked for."""
 
 import contextlib
 import logging
@@ -39,13 +39,13 @@ def load_layers(
 ) -> PreTrainedModel:
     """A causal language model with the embedding, layers 1 to `last` of the original, the final norm and the head.
 
-    Without the `first` ones of these layers: they stand there, so that all keep their numbers, but have no memory. Then
-    the embedding has none either, unless the head shares it. With `head_tokens` the head has just these rows, and gives
-    the logits of these tokens.
+    The first `first` layers are placeholders without memory, so that all layers keep their numbers. With `first`, the
+    embedding has no memory either, unless the head shares it. With `head_tokens` the head has only these tokens' rows
+    and logits.
 
-    Only these tensors are read from the files, mapped into memory; on CPUs in another dtype from a copy of the files
-    that is kept, so that all processes of a host share them. With `last` below the model's depth this is what a
-    sub-process needs: its first layers, and norm and head for the exit.
+    Only these tensors are read, by mapping files into memory. On CPUs, another dtype than the files' is mapped from a
+    kept copy, which all processes of a host share. With `last` below the model's depth this is what a sub-process
+    needs: its first layers, and norm and head for the exit.
     """
     whole = model_config(info.folder)
     config = first_layers_config(whole, last)
@@ -82,7 +82,7 @@ def load_layers(
 
 
 def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype, device: str) -> None:
-    """Raise ValueError where a GPU has too little free memory for the weights that `load_layers` would put there."""
+    """Raise ValueError if a GPU has too little free memory for the weights that `load_layers` would put there."""
     if not device.startswith("cuda"):
         return
     needed = weight_bytes(info, first, last, dtype)
@@ -95,7 +95,7 @@ def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype,
 
 
 def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, head_tokens: int = 0) -> int:
-    """What the weights take that `load_layers` puts on a device; `head_tokens` are the head's rows, 0 for all."""
+    """Bytes of the weights that `load_layers` puts on a device; `head_tokens` is the head's rows, 0 for all."""
     skeleton = skeleton_of(model_config(info.folder), last, dtype)
     shares = skeleton.config.tie_word_embeddings and not head_tokens
     absent = {"model.embed_tokens.weight"} if first and not shares else set()
@@ -108,7 +108,7 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
 
 
 def _keep_rotary_tables(model: PreTrainedModel, whole: PretrainedConfig) -> None:
-    """Have the tables of all kinds of layers, where the library makes one for each kind that it finds.
+    """Keep the rotary tables of all kinds of layers; the library makes those of the kinds it finds.
 
     Code that is compiled for a layer takes them all, whatever layers its stage has.
     """
@@ -131,8 +131,7 @@ def _some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.M
 def _placeholders(
     config: PretrainedConfig, layers: range, dtype: torch.dtype, packed: Container[str]
 ) -> dict[str, Tensor]:
-    """Tensors of layers that are not there, and of matrices that are packed, by name: each is one number, shown again
-    and again."""
+    """Placeholder tensors of absent layers and packed matrices, by name: each is one number, expanded."""
     names = skeleton_of(config, config.num_hidden_layers, dtype).state_dict().items()
     tied = {_HEAD} if config.tie_word_embeddings else set()  # it has the embedding's until the packed one is there
     return {
@@ -178,7 +177,7 @@ def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
 
 
 def weight_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
-    """Copies of the model's files whose dtype is another one, by file."""
+    """Copies in `dtype` of the files with another dtype, by file."""
     may_round = partial(_rounds_everything, info, dtype)
     return kept_copies(weight_files(info.folder), dtype, partial(_in_order, info), may_round=may_round)
 
@@ -196,8 +195,8 @@ def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
 
 
 def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
-    """The first layers' tensors in bfloat16 as all processes share them, matrices as `in_tiles` gives them; none where
-    no copies are kept."""
+    """The first layers' tensors in bfloat16, shared by all processes, with matrices as by `in_tiles`; empty without
+    kept copies."""
     copies, name_in_model = bfloat16_copies(info), names_in_model(info)
     wanted = _wanted(name_in_model, 0, last)
     tensors = [pair for path, copy in copies.items() for pair in _some_tensors(path, copy, wanted)]
@@ -218,8 +217,7 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
 def _read_tensors(
     info: ModelInfo, last: int, dtype: torch.dtype | None, first: int = 0, packed: Container[str] = ()
 ) -> dict[str, Tensor]:
-    """The tensors of layers `first` to `last` but those that are packed; in `dtype` where copies are kept, else as they
-    are stored."""
+    """The unpacked tensors of layers `first` to `last`, in `dtype` if copies are kept, else as they are stored."""
     tensors = dict[str, Tensor]()
     copies, wanted = weight_copies(info, dtype) if dtype else {}, _wanted(names_in_model(info), first, last, packed)
     for path in weight_files(info.folder):
@@ -232,7 +230,7 @@ def _read_tensors(
 
 
 def _in_order(info: ModelInfo, names: Iterable[str]) -> list[str]:
-    """A file's tensors in the order in which a pass reads them; those that it does not read are the last."""
+    """A file's tensors in the order in which a pass reads them; unread ones come last."""
     name_in_model, model = names_in_model(info), skeleton_of(model_config(info.folder), info.num_layers)
     places = {name: place for place, name in enumerate(model.state_dict())}
     return sorted(names, key=lambda name: places.get(name_in_model(name), len(places)))
@@ -241,7 +239,7 @@ def _in_order(info: ModelInfo, names: Iterable[str]) -> list[str]:
 def _wanted(
     name_in_model: Callable[[str], str], first: int, last: int, packed: Container[str] = ()
 ) -> Callable[[str], bool]:
-    """Whether a file's tensor, by its name there, is one of these layers' or of none, and not packed."""
+    """Tells by a tensor's name in a file whether it is unpacked and in these layers or in none."""
 
     def is_wanted(name: str) -> bool:
         number = layer_number(found := name_in_model(name))
@@ -251,7 +249,7 @@ def _wanted(
 
 
 def _some_tensors(path: Path, copy: Path | None, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """A file's wanted tensors by their names there, mapped into memory: the copy's where there is one."""
+    """A file's wanted tensors by their names there, mapped into memory: from the copy if there is one."""
     if copy:
         try:
             mapped = dict(map_tensors(copy))
@@ -279,7 +277,7 @@ def errors_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """A stage loads in a moment, and k + 1 bars at once are no help; the caller's own setting comes back."""
+    """Hide the k + 1 bars of stages, which load fast; the caller's setting is restored afterwards."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

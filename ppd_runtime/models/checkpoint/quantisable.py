@@ -14,7 +14,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> None:
-    """Raise ValueError where a model's layers hold what has no format, or this machine no product for it.
+    """Raise ValueError if a layer has weights without a format, or this machine no product for them.
 
     `skeleton` has a layer of each kind.
     """
@@ -22,7 +22,7 @@ def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> No
     if not is_available(torch.device("cpu"), torch.float32):
         raise ValueError(f"weights={weights!r}: needs Linux and PyTorch 2.8 or newer; leave weights out")
     if weights == GGUF:
-        return  # what is not packed in the file, is not here
+        return  # only what the file has packed is packed
     for name, parameter in skeleton.model.layers.named_parameters():
         if parameter.dim() > 2:
             raise ValueError(f"{refuse} has stacked experts ({name}); leave weights out")

@@ -1,4 +1,4 @@
-"""A model's matrices in a format of few bits: a file of them that a host's processes share."""
+"""A model's matrices in a format of few bits, in a file that a host's processes share."""
 
 import contextlib
 import logging
@@ -36,16 +36,16 @@ from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 
 logger = logging.getLogger(__name__)
 RECIPE = 1
-"""Of numbers and scales: another one gives other weights."""
+"""The version of quantising: another gives other weights."""
 FORMAT_OF_HEAD = "int8"
-"""The head's format, whatever the layers': with 4 bits it costs most."""
+"""The head's format beside any other: 4 bits harm the head most."""
 
 
 def packed_tensors(info: ModelInfo, last: int) -> dict[str, Tensor]:
     """The packed matrices of the first layers, the head and the embedding, by name; all processes of a host share them.
 
     Raises:
-        ValueError: where they can be kept nowhere, or a file cannot be read.
+        ValueError: if they can be kept nowhere, or a file cannot be read.
     """
     path = packed_file(info)
     try:
@@ -59,7 +59,7 @@ def packed_tensors(info: ModelInfo, last: int) -> dict[str, Tensor]:
 
 
 def check_packed(info: ModelInfo) -> None:
-    """Have the file of packed matrices whole and in memory; raise ValueError where a quantised folder's is damaged."""
+    """Read the file of packed matrices into memory; raise ValueError if a quantised folder's is damaged."""
     path = packed_file(info)
     if not (card := card_of(info.folder)):
         return  # a kept file is checked whenever it is looked for
@@ -76,8 +76,7 @@ def check_packed(info: ModelInfo) -> None:
 
 
 def packed_file(info: ModelInfo) -> Path:
-    """The file that holds a model's packed matrices: a quantised folder's own, else one that is kept, made where there
-    is none."""
+    """The file with a model's packed matrices: a quantised folder's own, else a kept one, made if there is none."""
     if card_of(info.folder):
         return info.folder / QUANTISED
     files = weight_files(info.folder)
@@ -157,7 +156,7 @@ class PackedModel(contextlib.ExitStack):
 
         Raises:
             ValueError: for a number that the format cannot have, or a file that cannot be read.
-            OSError: where it cannot be written.
+            OSError: if it cannot be written.
         """
         logger.info("quantising %s to %s", self._info.name, self._info.weights)
         with path.open("wb") as out:
@@ -173,7 +172,7 @@ class PackedModel(contextlib.ExitStack):
         return pack(quantise(tensor, of.weights)) if of.weights else tensor
 
     def _places(self, opened: contextlib.ExitStack) -> dict[str, _Place]:
-        """Where each of the model's tensors is, by its name there."""
+        """The place of each tensor, by its name in the model."""
         places, name_in_model = dict[str, _Place](), names_in_model(self._info)
         for path in weight_files(self._info.folder):
             try:

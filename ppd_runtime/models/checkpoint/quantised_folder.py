@@ -23,7 +23,7 @@ def quantise_model(model: str, out: Path, weights: str) -> WeightsCard:
     Its numbers are those that the `weights` setting gives the model itself.
 
     Args:
-        model: as `describe` takes it.
+        model: see `describe`.
         out: the folder; there is none yet.
         weights: int8 or int4.
 
@@ -54,7 +54,7 @@ def quantise_model(model: str, out: Path, weights: str) -> WeightsCard:
 
 
 def _other_files(info: ModelInfo) -> Iterator[Path]:
-    """The model's files that are no weights, and those of parts that come with it."""
+    """The model's files that are no weights, and those of its trained parts."""
     for path in sorted(info.folder.iterdir()):
         if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
             yield path
@@ -63,7 +63,7 @@ def _other_files(info: ModelInfo) -> Iterator[Path]:
 
 
 def _check_room(out: Path, num_bytes: int) -> None:
-    with contextlib.suppress(OSError):  # writing says so too
+    with contextlib.suppress(OSError):  # writing fails too
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
             found = f"needs {num_bytes / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"

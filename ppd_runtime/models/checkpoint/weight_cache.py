@@ -1,8 +1,8 @@
-"""Copies of models' weights in the user's cache folder, which all processes of a host map into their memory: in another
-dtype than a model's files have, and so that Linux can map them in large pages.
+"""Keeps copies of models' weights in the user's cache folder, for all processes of a host to map into memory: in
+another dtype than the model's files, and in a form that Linux can map in large pages.
 
-A copy is a safetensors file, filled up to whole pages; its tensors stand at the beginnings of the
-processor's cache lines where their sizes allow that. Each start reads it once, to see that it is whole.
+A copy is a safetensors file, padded to whole pages. Its tensors begin at the processor's cache lines if their sizes
+allow it. Each start reads a copy once, to check that it is whole.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ from ppd_runtime.models.native.products import in_tiles
 
 logger = logging.getLogger(__name__)
 SMALLEST_BYTES = 2**24
-"""Of a model's copies: smaller ones are not kept, each process may have its own."""
+"""Smaller copies of a model are not kept; each process may have its own."""
 SETTLED_S = 2.0
-"""Files that were written more recently are not copied: another write could bear the same time."""
+"""Files written more recently are not copied: another write could have the same time."""
 _UNUSED_S = 14 * 24 * 3600.0
 _ORPHANED_S = 600.0
-"""Copies that have not been asked for in this time, or in that where the model has gone or changed, go when another is
-made; so does what a killed maker left."""
+"""Making a copy removes copies unused for `_UNUSED_S`, or for `_ORPHANED_S` if the model has gone or changed, and
+leftovers of killed makers."""
 _FORMAT = 1
 _SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -55,7 +55,7 @@ _ALL_NAMES = _NAMES | {torch.uint8: "U8"}
 _LENGTH, _LINE = 8, 64
 _MAP = {"flags": mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)} if hasattr(mmap, "MAP_PRIVATE") else {}
 _Stored = dict[str, tuple[torch.dtype | None, list[int]]]
-"""Dtype and shape by name; None is any other than a floating-point number."""
+"""Dtype and shape by name; the dtype is None if it is no floating one."""
 Order = Callable[[Iterable[str]], Sequence[str]]
 
 
@@ -66,15 +66,15 @@ def kept_copies(
     tiled: bool = False,
     may_round: Callable[[], bool] = lambda: False,
 ) -> dict[Path, Path]:
-    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made where they are missing.
+    """Copies of a model's safetensors files with all numbers in `dtype`, by original; made if they are missing.
 
-    None at all where readers had better read the files: the copies would be smaller than `SMALLEST_BYTES`, `dtype`
-    cannot hold every number, a file cannot be read, there is no room, or no folder to keep them in. A damaged copy is
-    made again.
+    Empty if readers should read the files instead: the copies would be smaller than `SMALLEST_BYTES`, `dtype` cannot
+    hold every number, a file cannot be read, there is no room, or no folder to keep them in. A damaged copy is made
+    again.
 
     Args:
-        order: gives a file's tensors' names in the order in which they are read: one after the other they come faster.
-        tiled: matrices are as `in_tiles` gives them, and the files have that dtype themselves.
+        order: sorts a file's tensors' names in the order in which they are read: sequential reads are faster.
+        tiled: matrices are laid out by `in_tiles`, and the files already have `dtype`.
         may_round: whether numbers that `dtype` cannot hold may be rounded to it, whichever tensor they are in.
     """
     try:
@@ -109,8 +109,8 @@ def map_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """A kept copy's tensors by name, in memory that all processes share until they write to it.
 
     Raises:
-        ValueError: for a file that is none.
-        OSError: where it cannot be mapped.
+        ValueError: for a damaged file.
+        OSError: if it cannot be mapped.
     """
     with path.open("rb") as file:
         if not (size := os.fstat(file.fileno()).st_size):
@@ -142,8 +142,8 @@ def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
 
 
 def version_of(path: Path) -> list[int]:
-    """Numbers that change when a file does; raises OSError where it cannot be opened."""
-    with path.open("rb") as file:  # a network's file systems look again when a file is opened
+    """Numbers that change when a file does; raises OSError if it cannot be opened."""
+    with path.open("rb") as file:  # network file systems look again when a file is opened
         about = os.fstat(file.fileno())
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
@@ -158,11 +158,11 @@ def _settled(files: Iterable[Path]) -> bool:
 
 
 def _check_room(num_bytes: int) -> None:
-    """Remove what is unused; raise ValueError where the copies would take more than half of what is free."""
+    """Remove unused copies; raise ValueError if new ones would take more than half of the free space."""
     if not num_bytes:
         return
     for old in [path for path in cache_folder().iterdir() if path.name.endswith((_SUFFIX, UNFINISHED, CHECKED))]:
-        with contextlib.suppress(OSError):  # somebody else's turn
+        with contextlib.suppress(OSError):  # another removes it
             kept_s = _UNUSED_S if old.suffix == _SUFFIX and _is_of_use(old) else _ORPHANED_S
             if time.time() - old.stat().st_mtime > kept_s:
                 old.unlink()  # a process that has mapped it keeps it
@@ -176,7 +176,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _is_of_use(copy: Path) -> bool:
-    """Whether what a copy was made of is still there and still the same, as far as this host can say."""
+    """Whether the source of a copy still exists unchanged, as far as this host can tell."""
     try:
         with safe_open(copy, "pt") as file:
             about = file.metadata() or {}
@@ -207,7 +207,7 @@ def _make(path: Path, version: list[int], dtype: torch.dtype, order: Order, tile
         with safe_open(path, "pt") as file, new.open("wb") as out:
             sums = []
             for block in _blocks(_content(file, dtype, order, tiled, path, version)):
-                out.write(block)  # Linux keeps it in memory in as large pages as it is written
+                out.write(block)  # Linux caches it in pages as large as each write
                 sums.append(zlib.crc32(block))
             out.flush()
             os.fsync(out.fileno())  # else a crash leaves a file that is half empty
@@ -244,8 +244,8 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with whose tensors, by dtype and shape, follow one another, so that they lie well
-    where `map_tensors` maps it; `about` is text for readers."""
+    """The header of a safetensors file with these tensors, by dtype and shape, in order. It aligns the tensors for
+    `map_tensors`; `about` is text for readers."""
     fields: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -258,7 +258,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: M
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's numbers, as files have them."""
+    """A tensor's numbers as bytes of a file."""
     numbers: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     return numbers
 

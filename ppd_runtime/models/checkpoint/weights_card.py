@@ -1,4 +1,4 @@
-"""The card of a folder whose weights `ppd quantize` has packed: what they are, and of which model they were made."""
+"""The card of a folder that `ppd quantize` wrote: what its weights are, and which model they come from."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,14 +16,14 @@ class WeightsCard:
     weights: str
     """The format of the layers' matrices, such as int8, or "gguf"."""
     head: str
-    """That of the head, or floats."""
+    """The head's, or floats."""
     recipe: int
-    """By which numbers and scales were chosen."""
+    """See `quantised.RECIPE`."""
     source: str
     """The model's name when it was quantised; the fingerprint tells which one it was."""
     source_fingerprint: str
     checksum: str
-    """Of the file of weights, as `files.checksummed` has it."""
+    """The weight file's checksum, by `files.checksummed`."""
 
     def write(self, folder: Path) -> None:
         """Put the card into the folder."""
@@ -32,7 +32,7 @@ class WeightsCard:
 
 
 def card_of(folder: Path) -> WeightsCard | None:
-    """The folder's card; None where it is an ordinary model's; ValueError for one that this version cannot read."""
+    """The folder's card; None if it is an ordinary model's; ValueError for one that this version cannot read."""
     if not (folder / QUANTISED_CARD).exists():
         return None
     card = read_json(folder / QUANTISED_CARD)
@@ -48,8 +48,7 @@ def card_of(folder: Path) -> WeightsCard | None:
 
 
 def agreed_format(model: str, weights: str | None, card: WeightsCard | None) -> str | None:
-    """The format that a model's weights have, if it is `weights` that was asked for; raises ValueError where it has
-    another one for good."""
+    """The format of a model's weights, given the wanted one; raises ValueError if its folder has another one."""
     if card and card.weights == GGUF and weights not in (None, GGUF):
         raise ValueError(f"weights={weights!r}: model {model!r} has those of its GGUF file; leave weights out")
     if card and weights not in (None, card.weights):

@@ -21,17 +21,17 @@ class Part(NamedTuple):
 
 
 class AotiCode:
-    """Compiled code out of a file in PyTorch's package format.
+    """Compiled code from a file in PyTorch's package format.
 
     Raises:
-        ValueError: where it cannot be loaded.
+        ValueError: if it cannot be loaded.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        from torch._C._aoti import AOTIModelPackageLoader  # without what torch._inductor takes seconds to import
+        from torch._C._aoti import AOTIModelPackageLoader  # torch._inductor takes seconds to import
 
         index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-        can_be_recorded = device.type == "cuda"  # without locks of its own, which a recording cannot hold
+        can_be_recorded = device.type == "cuda"  # runs without locks, which a recording cannot hold
         try:
             loader = AOTIModelPackageLoader(str(path), "model", can_be_recorded, 1, -1 if index is None else index)
         except (RuntimeError, TypeError) as error:
@@ -45,8 +45,8 @@ class AotiCode:
 class LaunchedPasses:
     """Passes of one stage on a device; see `native.layers.NativePasses`, which does the same in one call.
 
-    Compiled code works on the current device's stream, and leaves its own device current where it is loaded: here its
-    device is the current one meanwhile, whichever thread calls.
+    Compiled code works on the current device's stream, and loading it changes the current device. So each call makes
+    the stage's device current for its duration, in any thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class LaunchedPasses:
         self._recordings = Recordings() if device.type == "cuda" else None
 
     def load(self, path: Path) -> AotiCode:
-        """The code of a file; ValueError where it cannot be loaded."""
+        """The code of a file; ValueError if it cannot be loaded."""
         with current_device(self._device):
             return AotiCode(path, self._device)
 
@@ -64,11 +64,11 @@ class LaunchedPasses:
         return Part(code, list(weights))
 
     def forget(self) -> None:
-        """Nothing is kept of a sequence: recordings go by where caches lie, and serve whichever lie there."""
+        """Nothing to forget: recordings are keyed by the caches' addresses and serve any caches there."""
 
     @torch.inference_mode()
     def head(self, part: Part, hidden: Tensor, shape: Sequence[int]) -> Tensor:
-        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for."""
+        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape `shape`."""
         with current_device(self._device):
             return part.code.run([hidden.contiguous(), *part.weights])[0].view(shape)
 
@@ -121,7 +121,7 @@ def _launch_several(
     hidden: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """The tree stands at `position`."""
+    """Run the tree at `position`."""
     own_rows, places = tree.rows + position, tree.depths + position
     size = next(of_layer[0].shape[0] for of_layer in rows if of_layer)
     masks = {w: tree.mask(position, size, w, hidden.dtype) for w in set(windows)}

@@ -1,4 +1,4 @@
-"""Compiled code on its way from the worker that has compiled it to the others, which may be on other hosts.
+"""Packs compiled code to send it from the worker that compiled it to the others, perhaps on other hosts.
 
 A process that compiles for itself may choose other kernels, and so have other bits. A bundle is a line of JSON, then
 the bytes of the files that it names by their hashes.
@@ -16,7 +16,7 @@ import torch
 from ppd_runtime.files.cache_folder import artifact, capabilities
 
 Code = Mapping[int, Sequence[Path]]
-"""Each layer's file for each kind of passes, as `compile_ahead` gives it."""
+"""Each kind of passes' files, one a layer; see `compile_ahead`."""
 
 
 def pack_code(code: Code, device: torch.device) -> bytes:
@@ -32,10 +32,10 @@ def pack_code(code: Code, device: torch.device) -> bytes:
 
 
 def unpack_code(bundle: bytes, device: torch.device) -> dict[int, tuple[Path, ...]]:
-    """The code again, its files in this host's cache folder.
+    """Unpack the code into this host's cache folder.
 
     Raises:
-        ValueError: for bytes that are not those that were packed, or were compiled for another kind of machine.
+        ValueError: if the bytes differ from those packed, or are for another kind of machine.
     """
     line, _, data = bundle.partition(b"\n")
     about = json.loads(line)

@@ -1,4 +1,4 @@
-"""PyTorch's compiler at work in a folder of its own, and apart from the current one."""
+"""Runs PyTorch's compiler in a folder of its own, apart from the current folder."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ _NOT_FROM_HERE = "import sys\nsys.path[:] = filter(None, sys.path)\n"
 
 @contextlib.contextmanager
 def compiler_apart() -> Iterator[None]:
-    """Have it write into a folder that goes away, and start no Python that imports from the current folder.
+    """Make the compiler use a temporary folder and start no Python that imports from the current one.
 
-    In the user's own folder a file has the same name whoever makes it: a package would have in it what another process
-    was just writing again. Which instructions the CPU has is found out there before, to be found there the next time.
+    In the user's own folder file names are shared: a package could contain what another process is rewriting. The CPU's
+    instructions are detected in the user's folder first, so that the next run finds them there.
     """
     from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa  # takes seconds to import, only compiling needs it
 

@@ -1,6 +1,6 @@
 """CUDA graphs: the launches of a pass, recorded once and replayed as one.
 
-On a GPU launching a small layer takes longer than running it. A recording holds for the very memory that it was made
+On a GPU launching a small layer takes longer than running it. A recording holds only for the memory that it was made
 with, so there is one for each layer range, tree of tokens, number of attended rows and set of caches.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 _MOST_RECORDINGS = 64
 _PASSES_EACH = 16
-"""To make a recording takes as long as several launched passes: while there were fewer passes than these for each of
-those that are kept, no further one takes their place. So it is where more requests take turns than can be kept."""
+"""Making a recording takes as long as several launched passes. Below this many passes per kept recording, no new one
+replaces them; this happens if more requests take turns than can be kept."""
 Launch = Callable[[Tensor, Tensor], Tensor]
-"""Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, in; states out."""
+"""Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, to states."""
 
 
 def current_device(device: str | torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a GPU the current one while the block lasts; nothing for a CPU.
 
-    Each thread has a current device of its own, the first GPU to begin with, and what is not told where to go goes
-    there, such as the launches of a recording.
+    Each thread has its own current device, at first the first GPU. Work without an explicit device runs there, such as
+    the launches of a recording.
     """
     place = torch.device(device)
     return torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext()
@@ -42,10 +42,10 @@ class _Recording:
 
 
 class Recordings:
-    """Recorded passes of one stage. Where a pass cannot be recorded, it and all later ones are launched as they are.
+    """Recorded passes of one stage. If a pass cannot be recorded, it and all later ones are launched.
 
-    Before it is used a recording is replayed over poisoned memory, and has to give what the launched pass gave, to the
-    last bit: one that is empty, or made on another device, gives what was there before, without an error.
+    Before use, a recording is replayed over poisoned memory and must give the launched pass's bits: an empty one, or
+    one made on another device, would leave the old contents without an error.
     """
 
     _capturing = threading.Lock()
@@ -59,9 +59,9 @@ class Recordings:
     def run(
         self, key: Hashable, hidden: Tensor, position: int, launch: Launch, written: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The pass over `hidden`; `key` tells all that makes a recording another one. The result is the caller's.
+        """Run the pass over `hidden`; `key` holds all that tells recordings apart. The result is the caller's.
 
-        `written` are what a pass writes besides its result, such as caches' rows, each contiguous.
+        `written`: contiguous tensors that a pass writes besides its result, such as caches' rows.
         """
         where = torch.full((1,), position, dtype=torch.int64, device=hidden.device)
         self._passes += 1
@@ -82,7 +82,7 @@ class Recordings:
         return recording.output.clone()
 
     def _has_room(self) -> bool:
-        """Whether there may be one more recording; all others go where there are many and have been of use."""
+        """Whether one more recording fits; clears all others if there are too many and they were of use."""
         if len(self._recordings) < _MOST_RECORDINGS:
             return True
         if self._passes < _MOST_RECORDINGS * _PASSES_EACH:
@@ -105,8 +105,8 @@ class Recordings:
         return recording
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream to capture on, of this device alone: with the last of a stream's recordings goes the
-        memory that others of the same stream work in.
+        """This device's own stream to capture on: freeing a stream's last recording frees the memory that others on the
+        same stream work in.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -115,9 +115,9 @@ class Recordings:
 
 @contextlib.contextmanager
 def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """The stream is this thread's, its device the current one; then both are what they were, also behind an error.
+    """Make the stream this thread's and its device current; restore both afterwards, also after an error.
 
-    It goes on behind the stream that it takes the place of, and that one behind it. Nothing waits for the device.
+    Its work runs after the replaced stream's, and that stream's next work after it. Nothing waits for the device.
     """
     before = torch.cuda.current_stream(stream.device)
     stream.wait_stream(before)
@@ -129,10 +129,10 @@ def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Record what is launched on the current stream, and where its output will lie.
+    """Record the launches on the current stream; returns the graph and its output.
 
-    `torch.cuda.graph` would wait for the whole device first and give memory back, which waits for it, too: for a
-    tensor under way as long as its peer takes to send it.
+    `torch.cuda.graph` would first wait for the whole device, and wait again to free memory: while a tensor is being
+    received, as long as its peer takes to send it.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")  # links may be opening in other threads
@@ -147,7 +147,7 @@ def _captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tenso
 
 
 def _check(recording: _Recording, expected: Tensor, written: Sequence[Tensor]) -> None:
-    """Raise RuntimeError where a replay does not write what the launched pass has written."""
+    """Raise RuntimeError if a replay does not write what the launched pass has written."""
     wanted = [expected, *(tensor.clone() for tensor in written)]
     got = [recording.output, *written]
     for tensor in got:

@@ -46,7 +46,7 @@ from ppd_runtime.models.stage.trees import PlacedTree, TokenTree
 
 
 class CompiledHead:
-    """Final norm and head in compiled code; many tokens in several passes, for the library's rounds differently."""
+    """Final norm and head in compiled code. Many tokens take several passes: the library rounds differently."""
 
     def __init__(
         self, part: Any, run: Callable[[Any, Tensor, Sequence[int]], Tensor], vocab_size: int, library: FinalHead
@@ -65,18 +65,18 @@ class CompiledHead:
 
 
 class CompiledLayers:
-    """The layers of a model, each for one token or several, in the code that `compile_layers` gave; perhaps its head.
+    """A model's layers in code from `compile_layers`, for one token or several; perhaps its head.
 
     Args:
-        model: whose layers they are.
-        files: a file for each layer, by the number of tokens that a pass is over, or by what stands for one.
+        model: the layers' model.
+        files: each layer's file, by the number of a pass's tokens or a `PassKind`.
         bfloat16_weights: by name; other processes map the same memory.
-        code_of: makes the model's files for a kind of passes, or for its head, where no earlier run has made them.
-        first: layers before it are not there; it counts from 0.
-        loaded: files' code that is loaded already.
+        code_of: makes the model's files for a kind of passes, or for its head, if no earlier run has made them.
+        first: the first layer here, counted from 0.
+        loaded: already loaded code, by file.
 
     Raises:
-        ValueError: where a file cannot be loaded, or the model is one that cannot be run this way.
+        ValueError: if a file cannot be loaded, or the model cannot be run this way.
     """
 
     def __init__(
@@ -99,20 +99,20 @@ class CompiledLayers:
         self._sharing: bool | None = None
         self._files: dict[int, Sequence[Path]] = {}
         self._layers: dict[int, list[Any]] = {}
-        """Ranks scores in one call, where passes are made so."""
+        """Layers by kind of passes."""
         self.head: CompiledHead | None = None
-        """The final norm and the head, where they are compiled."""
+        """The final norm and the head, if they are compiled."""
         for kind, paths in files.items():
             self._load(kind, paths)
 
     def add(self, *passes: int) -> None:
-        """Have code for these passes too, such as `PassKind.SEVERAL`; makes what no earlier run has made."""
+        """Load these passes' code too, such as `PassKind.SEVERAL`; makes what no earlier run has made."""
         for kind in set(passes) - set(self._layers):
             self._load(kind, self._code_of(self._model, kind))
 
     def _whole(self, kind: int, paths: Sequence[Path]) -> Sequence[Path]:
-        """The files, or others where one of them has been damaged or removed since it was made: a worker that starts
-        again may be told of one from long ago.
+        """The files, or new ones if one was damaged or removed since it was made: a restarted worker may be given the
+        path of an old one.
         """
         return paths if all(map(is_whole, set(paths))) else self._code_of(self._model, kind)
 
@@ -131,13 +131,13 @@ class CompiledLayers:
         ]
 
     def head_of(self, final: FinalHead) -> CompiledHead | None:
-        """This head's code with another head's weights, as many rows; None where the head is not compiled."""
+        """The head's code with another head's weights, of as many rows; None if it is not compiled."""
         if self.head is None:
             return None
         return CompiledHead(self._part(self._head_code, final.module), self._passes.head, self.head.vocab_size, final)
 
     def _part(self, code: Any, piece: nn.Module) -> Any:
-        """Code with its weights as it takes them; those that lose nothing by it take half the memory."""
+        """Code with its weights in its formats; weights that are exact in half the memory take half."""
         by_products = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
         weights = weights_of(piece).items()
         return self._passes.part(code, [self._as_taken(name, weight, name in by_products) for name, weight in weights])
@@ -164,7 +164,7 @@ class CompiledLayers:
         return self._in_bfloat16[place]
 
     def _shares(self, half: Tensor) -> bool:
-        """Whether to compute with what all processes share: not where the weights are few and their pages small."""
+        """Whether to compute with shared weights: not if they are few and their pages are small."""
         if self._sharing is None:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._shared.values())
             self._sharing = num_bytes > MOST_IN_OWN_PAGES or in_large_pages(half.data_ptr())
@@ -172,12 +172,12 @@ class CompiledLayers:
 
     @staticmethod
     def of_part(part: PreTrainedModel) -> "CompiledLayers":
-        """A model of one layer behind another model, such as an adapter, for one token and for several."""
+        """Passes of a one-layer model behind one, such as an adapter, for one token and for several."""
         files = {kind: _code_of_part(part, kind) for kind in (1, PassKind.SEVERAL, PassKind.HEAD)}
         return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
 
     def weights_read(self, index: int) -> dict[str, Tensor]:
-        """What one token's pass reads of a layer, by name."""
+        """A layer's weights in one token's pass, by name."""
         names = weights_of(layer_for(self._model, index, 1))
         return dict(zip(names, self._layers[1][index].weights, strict=True))
 
@@ -191,7 +191,7 @@ class CompiledLayers:
         self._passes.forget()
 
     def runs_tree(self, tokens: int) -> bool:
-        """Whether there is code for a chain or a tree of so many, or so many candidates of one position."""
+        """Whether code exists for a chain or tree of `tokens`, or as many candidates of one position."""
         return tokens in self._layers or PassKind.SEVERAL in self._layers
 
     def runs_subset(self, piece: LayerSubset) -> bool:
@@ -212,8 +212,8 @@ class CompiledLayers:
     def chain_drafting(
         self, layers: int | LayerSubset, behind: "CompiledLayers | None", embedding: Tensor
     ) -> ChainDrafting | None:
-        """Greedy chains through a piece, or through the first so many layers, the last token too; behind them perhaps a
-        part; and their verification, where there is code for that. None where there is none for the drafts.
+        """Greedy chains through a piece or the first `layers` layers, the last token too, and perhaps through a part
+        behind them; with verification, if there is code for it. None if there is no code for the drafts.
 
         `embedding` is `[vocab_size, hidden_size]`, or packed.
         """
@@ -238,8 +238,8 @@ class CompiledLayers:
         return ChainDrafting(route, head.part, head.vocab_size, embedding, shape, part, verification, continues)
 
     def _ways(self, first: int) -> PassVariants | None:
-        """Through the layers from `first` on; None where there is not just the code for one token and for several, or
-        where it is launched from Python."""
+        """Passes through the layers from `first` on; None unless there is code for just one token and several, in
+        native passes."""
         kinds = {kind for kind in self._layers if kind >= 0}
         if not isinstance(self._passes, NativePasses) or kinds != {1, PassKind.SEVERAL}:
             return None
@@ -284,7 +284,7 @@ class CompiledLayers:
 
     @property
     def reads_lists(self) -> bool:
-        """Whether all attention is code that goes over the rows of a list, which may lie anywhere."""
+        """Whether all attention reads rows by a list, so that they may lie anywhere."""
         if not isinstance(self._passes, NativePasses):
             return False
         return not any(part.reads_mask for parts in self._layers.values() for part in parts if part)
@@ -312,7 +312,7 @@ def _passes(model: PreTrainedModel, files: Iterable[Path]) -> NativePasses | Lau
 
 
 def _code_of(model: PreTrainedModel, kind: int) -> Sequence[Path]:
-    """A model's files for a kind of passes, or for its head where that is compiled."""
+    """A model's files for a kind of passes, or for its head if that is compiled."""
     if (rows := head_rows(kind)) is None:
         return compile_layers(model.config, model.dtype, model.device, kind)
     head = compile_head(model.config, model.dtype, model.device, rows)
@@ -326,7 +326,7 @@ def _code_of_part(part: PreTrainedModel, kind: int) -> Sequence[Path]:
 
 
 def _kinds(piece: LayerSubset) -> list[int]:
-    """What of each layer one token's pass through a piece runs."""
+    """What a one-token pass through a piece runs of each layer."""
     return [
         PassKind.WITHOUT_ATTENTION
         if i not in piece.attending

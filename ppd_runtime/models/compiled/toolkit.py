@@ -8,7 +8,7 @@ _WAY_OUT = "or leave compile out"
 
 
 def check_toolkit() -> None:
-    """Raise ValueError, in one line, where PyTorch's compiler would fail for lack of Triton or CUDA's headers."""
+    """Raise ValueError, in one line, if PyTorch's compiler would fail for lack of Triton or CUDA's headers."""
     from torch.utils.cpp_extension import CUDA_HOME  # takes a second to import, only compiling needs it
 
     if importlib.util.find_spec("triton") is None:

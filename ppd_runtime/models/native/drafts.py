@@ -12,22 +12,22 @@ from ppd_runtime.models.native.layers import Layer, LayerProgram, function
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 
 TIMES = 5
-"""Of each token of a chain."""
+"""Times of a chain's token."""
 
 
 class DraftRule(NamedTuple):
     """When a chain of drafts ends."""
 
     most: int
-    """Drafts at the most."""
+    """Most drafts."""
     least: float
-    """It ends behind the first draft whose chance is not at least this; -inf: whatever the chances are."""
+    """It ends after the first draft whose chance is not at least this; -inf: chances do not matter."""
     together: bool
     """Whether a draft's chance is the product of those up to it."""
 
 
 class PassVariants(NamedTuple):
-    """Through the same layers."""
+    """Passes of given layers."""
 
     one: LayerProgram
     """For one token."""
@@ -35,7 +35,7 @@ class PassVariants(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What verifies drafts: all layers, or those after the layers that drafts run through."""
+    """The layers that verify drafts: all, or those after the drafts' layers."""
 
     one: LayerProgram
     """For one token."""
@@ -46,7 +46,7 @@ class Verification(NamedTuple):
 
 
 class DraftedChain(NamedTuple):
-    """A chain of greedy drafts. What is not its own the next chain overwrites."""
+    """A chain of greedy drafts. The next chain overwrites what is not its own."""
 
     tokens: list[int]
     states: Tensor
@@ -54,15 +54,14 @@ class DraftedChain(NamedTuple):
     ran: int
     """Tokens that ran through them."""
     times: Sequence[float]
-    """Five of each token that ran, seconds of `time.perf_counter`: before it, after the layers, behind the part, the
-    head and the choice. Where nothing was drafted behind the last one, only its first two are times. Not its own."""
+    """Five per token that ran, in seconds of `time.perf_counter`: before it, after the layers, the part, the head and
+    the choice. If nothing was drafted after the last token, only its first two are times. Not its own."""
     spent: Sequence[float]
-    """Seconds of all of it together: of layers, part, heads, and the drafts' choice; not its own."""
+    """Total seconds of layers, part, heads and the drafts' choice; not its own."""
     choices: list[int] | None
-    """The whole model's behind each token, the first one and each draft, or NO_TOKEN; None where they were not
-    verified."""
+    """The whole model's choice after the first token and after each draft, or NO_TOKEN; None if not verified."""
     verified: Sequence[float]
-    """Before the verifying layers, behind them, behind the head and its choice, as `times`; not its own."""
+    """Like `times`: before and after the verifying layers, after the head, after choosing; not its own."""
 
 
 _P, _N, _B, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool, ctypes.c_double
@@ -75,7 +74,7 @@ class _LayerProgram(ctypes.Structure):
 
 
 class _Chain(ctypes.Structure):
-    """`Chain` in `drafts.cpp`, which says what is what."""
+    """`Chain` in `drafts.cpp`, which explains fields."""
 
     _fields_ = (
         *((name, _LayerProgram) for name in ("layers", "part", "part_chain", "verify", "verify_chain")),
@@ -92,7 +91,7 @@ class _Chain(ctypes.Structure):
 
 
 class ChainDrafting:
-    """Layers, perhaps a part behind them, a head, and the highest logit, until a chain ends; then its verification.
+    """Drafts a chain: layers, perhaps a part behind them, a head, the highest logit, repeated; then verifies it.
 
     Args:
         route: the layers, for one token.
@@ -100,9 +99,9 @@ class ChainDrafting:
         embedding: in float32, contiguous, or packed.
         embedding_shape: `[vocab_size, hidden_size]`.
         part: what drafts go through between layers and head, such as an adapter.
-        verification: of what is drafted; with None there is none.
-        continues: whether verification goes on after the layers, which the last draft then runs through too; else its
-            layers are all of the model's, and take the drafts' entries' places.
+        verification: what verifies drafts; None: nothing does.
+        continues: whether verification continues after the layers, which the last draft then runs through too; else it
+            runs all of the model's layers, and overwrites the drafts' entries.
     """
 
     def __init__(
@@ -133,14 +132,14 @@ class ChainDrafting:
         self._take_room(0)
 
     def foretell(self, direction: Tensor, bias: float) -> None:
-        """From now on a draft's chance is not its softmax: its log odds are `bias` and the product of `direction`,
+        """From now on a draft's chance is not its softmax: its log odds are `bias` + the product of `direction`,
         `[hidden_size]` in float32, with the state after the layers.
         """
         self._direction = direction.contiguous()
         self._chain.probe, self._chain.bias = self._direction.data_ptr(), bias
 
     def _take_room(self, most: int) -> None:
-        """For what chains of so many drafts leave, one after the other."""
+        """Allocate memory for chains of `most` drafts, which reuse it."""
         chain = self._chain
         states = torch.empty(1, most + 1, chain.width, dtype=torch.float32, device="cpu")
         views = [states[:, :ran] for ran in range(most + 2)]  # to make one takes twenty microseconds
@@ -160,10 +159,10 @@ class ChainDrafting:
         of_part: Sequence[PreallocatedLayer] = (),
         unread: Tensor | None = None,
     ) -> DraftedChain:
-        """Draft behind `token`, whose place is behind the tokens that `caches` hold, and verify; they count what ran.
+        """Draft after `token`, which follows the tokens in `caches`, and verify; the caches count what ran.
 
-        The part has the caches `of_part`, and `unread` are states, `[1, tokens, hidden_size]`, that it reads before
-        those of this chain.
+        `of_part` are the part's caches; `unread` are states, `[1, tokens, hidden_size]`, that it reads before this
+        chain's.
         """
         if not 0 <= token < self._embedded:
             raise IndexError(f"token {token}: the embedding has {self._embedded}")

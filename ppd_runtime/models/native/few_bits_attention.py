@@ -1,7 +1,7 @@
-"""Attention in the library's own passes over a few tokens, for models with weights of few bits: code of our own.
+"""Our own attention for the library's passes over a few tokens, in models with weights of few bits.
 
-A matrix of few bits multiplies states that are rounded to 8 bits. So what PyTorch's attention rounds differently for
-several tokens than for one comes out as another number, and now and then as another token.
+A matrix of few bits multiplies states rounded to 8 bits. PyTorch's attention rounds differently for several tokens than
+for one, which would change numbers, and now and then a token.
 """
 
 from functools import lru_cache
@@ -18,12 +18,12 @@ from ppd_runtime.models.stage.grouped_attention import asks_for_its_name, bitwis
 FEW_BITS = "ppd_few_bits"
 """The attention's name in a model's configuration."""
 _MOST_TOKENS = 128
-"""The library's is faster for more, which are those of a prompt."""
+"""For more tokens, as in a prompt, the library's is faster."""
 
 
 def choose_few_bits_attention(model: PreTrainedModel) -> None:
-    """Have a model in float32 on a CPU use this attention, if it uses PyTorch's and its code does not ask which one
-    it is.
+    """Make a float32 model on a CPU use this attention, if it uses PyTorch's and its code does not check which one it
+    is.
     """
     config: Any = model.config
     if config._attn_implementation == "sdpa" and not asks_for_its_name(type(model).__module__):

@@ -56,7 +56,7 @@ def forms() -> list[str]:
 
 @contextmanager
 def product_in_form(form: str) -> Iterator[None]:
-    """Have this process make products in one of `forms` meanwhile."""
+    """Compute products in one of `forms` inside the block."""
     choose = load().ppd_choose_quantised_form
     if not choose(form.encode()):
         raise ValueError(f"form={form!r}: this CPU has {', '.join(forms())}")

@@ -31,7 +31,7 @@ class NumberFormat:
     values: Sequence[int]
     """The whole number that each code stands for."""
     groups: int = 1
-    """Of a block."""
+    """In a block."""
     halves: int = 0
     """Parts of a group with a whole number for the scale; 0: the block's scale is the group's."""
     has_minimum: bool = False
@@ -110,7 +110,7 @@ class Numbers:
 
     @property
     def are_finite(self) -> bool:
-        """Whether all weights are."""
+        """Whether all are finite."""
         halves = self.minimums is None or bool(np.isfinite(self.minimums).all())
         with np.errstate(over="ignore"):
             largest = self.scales_in_floats * np.float32(np.abs(self.form.table.astype(np.int32)).max())
@@ -121,7 +121,7 @@ class Numbers:
         """float32 `[rows, blocks]`."""
         if not self.form.exponents:
             return self.scales.astype(np.float32)
-        whole = self.scales.astype(np.uint32)  # of 2 ** (exponent - 128): the table's values are twice what they are
+        whole = self.scales.astype(np.uint32)  # 2 ** (exponent - 128), for the table's values are doubled
         return np.where(whole < 2, np.uint32(0x00200000) << whole, (whole - 1) << 23).astype(np.uint32).view(np.float32)
 
     @property
@@ -131,7 +131,7 @@ class Numbers:
 
     @property
     def minimums_of_halves(self) -> Array | None:
-        """float32 `[rows, groups, halves]`, each one exact; None where there are none."""
+        """float32 `[rows, groups, halves]`, each one exact; None if there are none."""
         return None if self.minimums is None else self._of_halves(self.minimums.astype(np.float32), self.minimum_parts)
 
     def in_floats(self) -> Array:

@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 READS_MASK = "reads_mask"
-"""What a file says of itself: whether it has attention that adds a mask to scores, in JSON; other reads lists."""
+"""Metadata key: whether a file's attention adds a mask to scores, in JSON; other attention reads lists."""
 _NUMBERS_OF_A_TREE = 8
 _DTYPES = {
     torch.uint8: 0,
@@ -50,7 +50,7 @@ _DTYPES = {
     torch.bool: 11,
     torch.bfloat16: 15,
 }
-"""As PyTorch's C++ numbers them."""
+"""See PyTorch's `ScalarType`."""
 
 _OF_TENSORS = (
     "_reinterpret_tensor",
@@ -72,16 +72,16 @@ _OF_TENSORS = (
 )
 """PyTorch's functions, behind `aoti_torch_`, that `light_tensors.cpp` has too."""
 _OF_NO_TENSOR = r"check|device_type_\w+|dtype_(?!element_size$)\w+|layout_\w+|grad_mode_\w+|cpu_few_\w+"
-"""Those that are given no tensor, or are our operators."""
+"""Functions without tensors, and our operators."""
 _LIGHT = f"_light{zlib.crc32(repr((_OF_TENSORS, _OF_NO_TENSOR)).encode()):08x}"
-"""In the name of a library that was turned to light tensors by these lists."""
+"""In the name of a library converted to light tensors by these lists."""
 
 
 class NativeCode:
-    """Compiled code out of a file in PyTorch's package format, for one thread at a time.
+    """Compiled code from a file in PyTorch's package format, for one thread at a time.
 
     Raises:
-        ValueError: where there is none in the file, or it cannot be loaded.
+        ValueError: if there is none in the file, or it cannot be loaded.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +119,7 @@ class NativePasses:
         self._routes: dict[Hashable, LayerProgram] = {}
 
     def load(self, path: Path) -> NativeCode:
-        """The code of a file; ValueError where it cannot be loaded."""
+        """The code of a file; ValueError if it cannot be loaded."""
         return NativeCode(path)
 
     def part(self, code: NativeCode, weights: Sequence[Tensor]) -> Layer:
@@ -132,10 +132,9 @@ class NativePasses:
             route.forget()
 
     def head(self, part: Layer, hidden: Tensor, shape: Sequence[int]) -> Tensor:
-        """Logits of hidden states `[1, tokens, hidden_size]`, in the shape that is asked for, whose last is the
-        vocabulary's.
+        """Logits of hidden states `[1, tokens, hidden_size]`, in `shape`, whose last size is the vocabulary's.
 
-        To change a tensor's shape takes ten microseconds between two passes.
+        A later reshape takes ten microseconds between two passes.
         """
         return self.route("head", [part], [None]).run(hidden, (), None, shape)
 
@@ -148,8 +147,7 @@ class NativePasses:
         caches: Sequence[PreallocatedLayer],
         trees: Sequence[PlacedTree],
     ) -> Tensor:
-        """Like `run`, for the trees of several texts, which say where they stand. Caches hold all texts; no token is
-        counted."""
+        """Like `run`, for trees of several texts at their own places. Caches hold all texts; no token is counted."""
         return self.route(key, parts, numbers).run_trees(hidden, caches, trees)
 
     def run(
@@ -161,15 +159,15 @@ class NativePasses:
         caches: Sequence[PreallocatedLayer],
         tree: TokenTree | None = None,
     ) -> Tensor:
-        """The states after layers of states `[1, tokens, hidden_size]`: of one token, or of a tree's.
+        """Run states `[1, tokens, hidden_size]`, of one token or of a tree's, through layers.
 
-        `numbers` are those of the layers' caches, None where there is no attention; `key` stands for parts and numbers.
+        `numbers` index the layers' caches, None without attention; `key` stands for parts and numbers.
         The caches count the tokens.
         """
         return self.route(key, parts, numbers).run(hidden, caches, tree, hidden.shape)
 
     def route(self, key: Hashable, parts: Sequence[Layer], numbers: Sequence[int | None]) -> "LayerProgram":
-        """The way through layers, the same each time for the same `key`; see `run`."""
+        """The program of some layers, cached by `key`; see `run`."""
         route = self._routes.get(key)
         if route is None:
             route = self._routes[key] = LayerProgram(parts, numbers)
@@ -177,7 +175,7 @@ class NativePasses:
 
 
 class LayerProgram:
-    """Layers one after the other, over the caches of one sequence of tokens after the other."""
+    """Layers run one after the other, over the caches of one sequence at a time."""
 
     def __init__(self, parts: Sequence[Layer], numbers: Sequence[int | None]) -> None:
         self._parts, self._numbers = list(parts), list(numbers)
@@ -191,7 +189,7 @@ class LayerProgram:
         self._over: _Caches | None = None
         self._known: dict[int, _Caches] = {}
         self.attending: list[PreallocatedLayer] = []
-        """The caches that it writes to, of the sequence that it is over."""
+        """The caches of the current sequence that it writes to."""
 
     def run(
         self, hidden: Tensor, caches: Sequence[PreallocatedLayer], tree: TokenTree | None, shape: Sequence[int]
@@ -222,7 +220,7 @@ class LayerProgram:
         return self._call(hidden, memory, whole_rows(reach), hidden.shape)
 
     def _call(self, hidden: Tensor, trees: "array[int]", attended: int, shape: Sequence[int]) -> Tensor:
-        """`trees` are as `Tree` in passes.h has them."""
+        """`trees` are laid out as `Tree` in passes.h."""
         hidden, (_, tokens, size) = hidden.contiguous(), hidden.shape
         if math.prod(shape) != tokens * shape[-1]:
             raise ValueError(f"what is behind {tokens} tokens has another shape than {tuple(shape)}")
@@ -244,11 +242,11 @@ class LayerProgram:
 
     @property
     def memory(self) -> tuple[int, int | None, int]:
-        """Where the handles of its layers and their caches are, and how many layers there are."""
+        """The addresses of its layers' and caches' handles, and the number of layers."""
         return self._at_layers, self._over.at if self._over else None, len(self._parts)
 
     def over(self, caches: Sequence[PreallocatedLayer]) -> None:
-        """Turn to a sequence's caches, one for each layer of the model."""
+        """Switch to a sequence's caches, one for each model layer."""
         if self._over and caches is self._over.sequence:
             return
         if (known := self._known.get(id(caches))) is None:
@@ -290,24 +288,24 @@ def _delete_with(owner: Any, name: str) -> None:
 
 
 def reads_mask(metadata: Mapping[str, str]) -> bool:
-    """Whether a file that says this of itself has attention that adds a mask to scores."""
+    """Whether a file with this metadata has attention that adds a mask to scores."""
     return bool(json.loads(metadata.get(READS_MASK, "true")))
 
 
 def calls_python(path: Path) -> bool:
-    """Whether a package's code calls operators that only Python has, which it cannot by itself; no for no package."""
+    """Whether a package's code needs operators that only Python has; false if there is no package."""
     try:
         with zipfile.ZipFile(path) as package:
             names = package.namelist()
     except (OSError, zipfile.BadZipFile):
-        return False  # loading it says more
+        return False  # loading it tells why
     return any(name.removesuffix(".so") + ".json" in names for name in names if name.endswith(".so"))
 
 
 def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path, bool]:
-    """What a package says of itself, its library, and whether that takes light tensors.
+    """A package's metadata, its library, and whether the library takes light tensors.
 
-    The library is a file beside it, which all processes share. Where none can be written there, one in `folder`. A
+    The library is a file beside it, which all processes share, or one in `folder` if none can be written there. A
     damaged one is unpacked again.
     """
     with zipfile.ZipFile(path) as package:
@@ -332,7 +330,7 @@ def _unpacked(path: Path, folder: Path) -> tuple[dict[str, str], Path, bool]:
 def _with_our_tensors(code: bytes) -> bytes:
     """A library that asks `light_tensors.cpp` for its tensors instead of PyTorch: the functions' names are as long.
 
-    As it is where it calls PyTorch for more than tensors, constants and our operators.
+    Unchanged if it calls PyTorch for more than tensors, constants and our operators.
     """
     called = {name.decode() for name in re.findall(rb"\0((?:aoti|torch)_\w+)(?=\0)", code)}
     known = re.compile(f"aoti_torch_(?:{'|'.join(_OF_TENSORS)}|{_OF_NO_TENSOR})")

@@ -1,4 +1,4 @@
-"""The C++ code of this folder: built for this very CPU, loaded, and called by compiled code or with tensors."""
+"""Builds this folder's C++ code for this CPU and loads it; compiled code or Python calls it with tensors."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ from ppd_runtime.files.cache_folder import artifact, capabilities
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")
-"""How compilers are told, in the order in which it is tried."""
+"""Compiler flags, in the order in which they are tried."""
 _OF_A_CPU = {"model name", "flags", "CPU implementer", "CPU part", "Features"}
 _FIRST_WITH_SHIMS = (2, 8)  # the version of PyTorch whose compiled code can call an operator of ours directly
 _HANDLE = "AtenTensorHandle"
@@ -49,17 +49,17 @@ class Operator:
         name: the C++ function is `aoti_torch_cpu_NAME`, PyTorch's operator `ppd_runtime::NAME`.
         tensors: names of its tensors.
         numbers: names of its numbers, float64.
-        alike: from what goes in, a tensor of the shape and the strides that come out, on any device.
+        alike: makes, from the inputs, a tensor with the result's shape and strides, on any device.
     """
 
     def __init__(self, name: str, tensors: Sequence[str], numbers: Sequence[str], alike: Callable[..., Tensor]) -> None:
         self._name, self._tensors, self._numbers, self._alike = name, tuple(tensors), tuple(numbers), alike
         self._defining = threading.Lock()
-        self._library: torch.library.Library | None = None  # what it has defined goes with it
+        self._library: torch.library.Library | None = None  # its definitions go with it
 
     @property
     def shim(self) -> str:
-        """What compiled code calls, in C."""
+        """Its C declaration."""
         arguments = [_HANDLE] * len(self._tensors) + ["double"] * len(self._numbers) + [f"{_HANDLE}*"]
         return f"AOTITorchError {self._function}({', '.join(arguments)})"
 
@@ -89,8 +89,7 @@ class Operator:
         return tensor
 
     def bound(self, *arguments: Any) -> Callable[[], None]:
-        """Computes it for these tensors and numbers each time and drops the result, with next to nothing of Python: for
-        timing."""
+        """A call that computes it for these arguments and drops the result, with almost no Python: for timing."""
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         function, handles, result = getattr(load(), self._function), _handles(tensors), ctypes.c_void_p()
         given = (*handles, *map(ctypes.c_double, arguments[len(tensors) :]), ctypes.byref(result))
@@ -118,17 +117,17 @@ def load() -> ctypes.CDLL:
     """The code, loaded so that other compiled code finds it; the first time on a machine it is compiled.
 
     Raises:
-        ValueError: where it cannot be.
+        ValueError: if that fails.
     """
     with _loading:
         return _loaded()
 
 
 def load_meanwhile() -> None:
-    """Have another thread begin with it, which may take ten seconds; who needs the code waits for that."""
+    """Load the code in another thread, which may take ten seconds; whoever needs it waits."""
 
     def begin() -> None:
-        with contextlib.suppress(ValueError):  # who needs it is told
+        with contextlib.suppress(ValueError):  # `load` raises again
             load()
 
     threading.Thread(target=begin, name="native code", daemon=True).start()
@@ -151,7 +150,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def cpu_description() -> list[str]:
-    """What Linux tells of the first core's make and abilities; empty where it tells nothing."""
+    """What Linux says of the first core's make and abilities; empty if it says nothing."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -160,7 +159,7 @@ def cpu_description() -> list[str]:
 
 
 def cpp_compiler() -> str:
-    """The compiler's command; ValueError where there is none."""
+    """The compiler's command; ValueError if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import, only compiling needs it
 
     try:
@@ -180,7 +179,7 @@ def _build(path: Path) -> None:
 
 
 def _compile_units(path: Path, flags: list[str]) -> str:
-    """Compile the files side by side and link them; what the compiler says of the first that it cannot, or nothing."""
+    """Compile the files in parallel and link them; returns the compiler's first error, or an empty text."""
     compiler, root = cpp_compiler(), Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(prefix="ppd-units-") as folder, ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         units = {str(Path(folder, f"{unit.stem}.o")): unit for unit in sorted(_FOLDER.glob("*.cpp"))}
@@ -191,7 +190,7 @@ def _compile_units(path: Path, flags: list[str]) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """What a command says where it fails."""
+    """A command's error, or nothing."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (" ".join(done.stderr.split())[:300] or "it fails") if done.returncode else ""
 

@@ -1,4 +1,4 @@
-"""Layers with packed weights, in a model of the library's; `packing` says what they hold."""
+"""Layers with packed weights for the library's models; see `packing`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ class QuantisedLinear(nn.Module):
     """A linear layer over any number of tokens, whose weight is a packed matrix.
 
     Args:
-        weight: as `pack` gives it.
+        weight: packed by `pack`.
         bias: `[outputs]` in float32, or None.
     """
 
@@ -49,10 +49,10 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedEmbedding(nn.Module):
-    """An embedding whose table is a packed matrix: the rows of tokens that are asked for become floats.
+    """An embedding whose table is a packed matrix: only the rows of requested tokens become floats.
 
     Args:
-        weight: as `pack` gives it.
+        weight: packed by `pack`.
         library: the library's own, which may do more than look up; its table is not used.
     """
 
@@ -61,8 +61,8 @@ class QuantisedEmbedding(nn.Module):
         self.form, self.num_embeddings, self.embedding_dim = packed_as(weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.only_looks_up = type(library) is nn.Embedding and library.max_norm is None
-        library.padding_idx = None  # it matters for training alone, and few rows may not have it
-        self._library = [library]  # in a list: its table is no part of this
+        library.padding_idx = None  # it matters only in training, and few rows may lack it
+        self._library = [library]  # in a list, so that it is no submodule
 
     def row_of(self, token: int) -> Tensor:
         """A token's row, `[1, 1, hidden_size]`."""
@@ -79,8 +79,8 @@ class QuantisedEmbedding(nn.Module):
 
 
 def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
-    """Put packed weights, by name, in the place of those of a model's linear layers and embedding; ValueError where one
-    has another shape."""
+    """Replace weights of a model's linear layers and embedding by packed ones, by name; ValueError if a shape
+    differs."""
     for name, weight in packed.items():
         path = name.removesuffix(".weight")
         module, shape = model.get_submodule(path), packed_as(weight)[1:]
@@ -98,7 +98,7 @@ def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def with_floats(module: nn.Module) -> nn.Module:
-    """The module with its packed linear layers in float32: its own are replaced, or it is itself."""
+    """Replace the module's packed linear layers, or the module itself, by float32 ones."""
     if isinstance(module, QuantisedLinear):
         return module.in_floats()
     for path, inner in list(module.named_modules()):

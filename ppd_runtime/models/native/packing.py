@@ -18,9 +18,9 @@ from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.products import TILE
 
 LAYOUT = 3
-"""Changes with how packed matrices lie in memory."""
+"""Version of packed matrices' memory layout."""
 _TAG, _MAGIC, _TAG_BYTES, _WHOLE = struct.Struct("<4sIIIqq"), b"ppdq", 64, 64
-_CHUNK = 4  # inputs of a row that stand side by side
+_CHUNK = 4  # adjacent inputs of a row
 _NUMBERS = {form.number: form for form in NUMBER_FORMATS.values()}
 
 
@@ -49,7 +49,7 @@ def packed_as(packed: Tensor) -> Packed:
 
 
 def begin_and_end(form: NumberFormat, outputs: int, inputs: int) -> tuple[bytes, bytes]:
-    """What stands before the rows of a packed matrix, and what behind them."""
+    """The bytes before and after the rows of a packed matrix."""
     tag = _TAG.pack(_MAGIC, LAYOUT, form.number, 0, outputs, inputs)
     return tag.ljust(_TAG_BYTES, b"\0"), bytes(-outputs * _row_bytes(inputs, form) % _WHOLE)
 
@@ -63,8 +63,8 @@ def pack(numbers: Numbers) -> Tensor:
 
 
 def packed_rows(numbers: Numbers) -> Array:
-    """Rows as they lie in a packed matrix, uint8 `[rows, bytes of a row]`: all of it, or some from a multiple of `TILE`
-    on that are as many, or its last ones."""
+    """Rows as in a packed matrix, uint8 `[rows, bytes of a row]`: all, or some that begin at a multiple of `TILE` and
+    are a multiple of it or the last ones."""
     outputs, groups, _ = numbers.codes.shape
     packed = np.empty((outputs, _row_bytes(groups * GROUP, numbers.form)), np.uint8)
     whole = outputs // TILE * TILE
@@ -127,8 +127,8 @@ def _sizes(form: NumberFormat) -> list[int]:
 
 
 def _places(tiles: Array, form: NumberFormat, rows: int, groups: int) -> list[Array]:
-    """Where things lie in tiles of so many rows, uint8 `[tiles, blocks or groups, bytes]`: scales, minimums, whole
-    numbers of either, and each plane; what a format does not have has no bytes."""
+    """Views of tiles of `rows` rows, uint8 `[tiles, blocks or groups, bytes]`: scales, minimums, whole numbers of
+    either, and each plane; what a format lacks has no bytes."""
     parts, minimum_parts, *planes = _sizes(form)
     regions = [
         (groups // form.groups, [1 if form.exponents else 2, 2 * form.has_minimum]),
@@ -145,7 +145,7 @@ def _places(tiles: Array, form: NumberFormat, rows: int, groups: int) -> list[Ar
 
 
 def _content(numbers: Numbers, rows: int) -> list[Array]:
-    """What lies in the `_places` of tiles of so many rows."""
+    """The content of `_places` for tiles of `rows` rows."""
     nothing, form = np.zeros(0, np.uint8), numbers.form
 
     def in_tiles(array: Array | None) -> Array:
@@ -166,7 +166,7 @@ def _content(numbers: Numbers, rows: int) -> list[Array]:
 
 
 def _plane(codes: Array, bits: int, rows: int) -> Array:
-    """The lowest bits of codes, `[rows, groups, 32]`, as tiles have them: `[tiles, groups, lines, rows, 4]`."""
+    """The lowest bits of codes, `[rows, groups, 32]`, as in tiles: `[tiles, groups, lines, rows, 4]`."""
     some = codes & np.uint8(2**bits - 1)
     fields = some.reshape(-1, rows, codes.shape[1], 8 // bits, bits, _CHUNK)
     lines = fields[:, :, :, 0].copy()
@@ -176,7 +176,7 @@ def _plane(codes: Array, bits: int, rows: int) -> Array:
 
 
 def _numbers(tiles: Array, form: NumberFormat, rows: int, groups: int) -> Numbers:
-    """What tiles of so many rows hold."""
+    """Numbers in tiles of `rows` rows."""
     scales, minimums, parts, minimum_parts, *planes = _places(tiles, form, rows, groups)
 
     def in_rows(place: Array, dtype: type, *sizes: int) -> Array:
@@ -201,7 +201,7 @@ def _numbers(tiles: Array, form: NumberFormat, rows: int, groups: int) -> Number
 
 
 def _codes(plane: Array, bits: int, rows: int) -> Array:
-    """What a plane of tiles holds, `[rows, groups, 32]`."""
+    """A plane's codes, `[rows, groups, 32]`."""
     lines = plane.reshape(*plane.shape[:2], bits, rows, _CHUNK).transpose(0, 3, 1, 2, 4)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
     fields = (lines[:, :, :, None] >> shifts) & np.uint8(2**bits - 1)

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits made of floats, in the formats Q8_0 and Q4_0; and a rough way for any format."""
+"""Quantises floats to 8 and 4 bits, in the formats Q8_0 and Q4_0, and roughly to any format."""
 
 from dataclasses import replace
 
@@ -9,20 +9,20 @@ from torch import Tensor
 from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, NumberFormat, Numbers
 
 FORMAT_OF = {"int8": NUMBER_FORMATS["Q8_0"], "int4": NUMBER_FORMATS["Q4_0"]}
-"""By the name that `weights` gives it."""
+"""By values of the setting `weights`."""
 _SCALES_TRIED = 16
 _ROWS_AT_ONCE = 4096
 _PART, _LEAST = 8, 2.0**-100
 
 
 def quantise(weight: Tensor, weights: str) -> Numbers:
-    """A matrix in floats in the format int8 or int4.
+    """Quantise a float matrix to int8 or int4.
 
-    int8: the scale is the largest number of a group over 127. int4: of some scales near the largest number over -8 that
-    with the least squared error. A group of zeros has the scale 0.
+    int8: the scale is a group's largest number over 127. int4: it is the one with the least squared error among some
+    near the largest number over -8. A group of zeros has the scale 0.
 
     Raises:
-        ValueError: where the inputs are no multiple of 32, or a number is not finite or too large for a scale.
+        ValueError: if the inputs are no multiple of 32, or a number is not finite or too large for a scale.
     """
     inputs, form = weight.shape[1], FORMAT_OF[weights]
     if inputs % GROUP:
@@ -57,7 +57,7 @@ def _rounded(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
 
 
 def quantise_roughly(weight: Tensor, form: NumberFormat) -> Numbers:
-    """A matrix in floats in any format, the same on every machine: for samples, not for models.
+    """Quantise a float matrix to any format, alike on every machine: for samples, not models.
 
     A row has one scale and one minimum.
     """

@@ -11,17 +11,17 @@ from torch import Tensor
 from ppd_runtime.models.stage.caches import LayersMemory, StageCache, whole_rows
 
 logger = logging.getLogger(__name__)
-_SEQUENCES = 16  # of the first one's size that there is room for, where nothing says for how many tokens
+_SEQUENCES = 16  # room in multiples of the first one's size, if no number of tokens is given
 _SPARE = 256  # rows of each beside its text: for tokens in flight, and up to the end of what a pass attends to
 _NOT_RESERVED = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
-"""Linux's MAP_NORESERVE: what is not used need not be there."""
+"""Linux's MAP_NORESERVE: unused memory is not reserved."""
 
 
 class RowArena:
-    """Rows of a stage's layers, of which each sequence has some that follow each other; in float32, on a CPU.
+    """Rows of a stage's layers, in float32 on a CPU. Each sequence has consecutive ones.
 
     Args:
-        windows: each layer's, as `StageCache` takes them.
+        windows: each layer's, as in `StageCache`.
         first: the stage's first layer.
         room: tokens of all sequences at a time; None: sixteen times as many as the first one has.
         moves: as in `StageCache`, of each sequence.
@@ -31,7 +31,7 @@ class RowArena:
         self._windows, self._first_layer, self._room, self._moves = list(windows), first, room, moves
         self._taken: list[range] = []
         self.is_refused = False
-        """Whether the system has not given so much memory: then each sequence has its own."""
+        """Whether the system refused so much memory: then each sequence has its own."""
         self._forget(0)
 
     def _rows_for(self, size: int) -> int:
@@ -44,7 +44,7 @@ class RowArena:
         """All rows, as one cache; it counts no tokens."""
 
     def take(self, tokens: int) -> "ArenaCache | None":
-        """A cache for a sequence of so many tokens; None where they have no room beside the others."""
+        """A cache for a sequence of `tokens` tokens; None without room beside the others."""
         size = whole_rows(tokens)
         if self.is_refused:
             return None
@@ -61,9 +61,9 @@ class RowArena:
 
     @torch.inference_mode()
     def give_back(self, rows: range, used: int) -> None:
-        """A sequence is over that has used the first so many of its rows.
+        """Free a sequence's rows, of which it used the first `used`.
 
-        They are emptied: numbers that are not finite are no other sequence's business.
+        They are zeroed: non-finite numbers must not reach another sequence.
         """
         self._taken.remove(rows)
         if not self._taken:
@@ -73,7 +73,7 @@ class RowArena:
             of_layer[rows.start : min(rows.start + used, rows.stop)].zero_()
 
     def part(self, index: int, rows: range, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """A sequence's rows of a layer whose entries look like `keys` and `values`, as `LayersMemory.part`."""
+        """Like `LayersMemory.part`: a sequence's rows of a layer with entries like `keys` and `values`."""
         layer = self.cache.layers[self._first_layer + index]
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
@@ -103,9 +103,9 @@ class ArenaCache(StageCache):
 
 
 class _UntouchedMemory(LayersMemory):
-    """Memory that is none until something is written to it, from the beginning of a page on.
+    """Page-aligned memory that takes no room until it is written to.
 
-    Passes over rows that lie across a CPU's lines take 4 to 6 % longer.
+    Passes over rows that cross CPU cache lines take 4 to 6 % longer.
     """
 
     def _zeros(self, like: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """Outputs for fixed inputs, hashed: workers that compute the same bits have the same hashes.
 
-Every worker can compute them, whichever layers it holds: a layer of the model's own shape whose weights come from a
-generator, and the final norm and the head, which all have but for boundaries that guess among some tokens. Both run as
-they do in decoding.
+Every worker can compute them, whichever layers it holds. They are of a layer in the model's shape with generated
+weights, and of the final norm and head, which all have except boundaries that guess among some tokens. Both run as in
+decoding.
 """
 
 import copy
@@ -24,20 +24,20 @@ _PROMPTS = (3, 40, sum(PROMPT_CHUNKS[:2]) + PROMPT_CHUNKS[-1])
 """The longest has three chunks, the last as short as a whole one can be: kernels may depend on the number of rows."""
 _CHAIN = 5
 _PERIOD = 2**16 - 15
-"""Of the weights; a prime, so that no two rows of a matrix are alike."""
+"""The weights' period, a prime: no two rows of a matrix are alike."""
 _APART = 2**12
-"""Numbers between the places where two weights begin: all lie in memory as freshly allocated ones do."""
+"""Numbers between two weights' beginnings: all are aligned like freshly allocated ones."""
 _LARGEST = 2**7
-"""Of the whole numbers that are drawn: bfloat16 has them all."""
+"""The largest drawn whole number; bfloat16 has them all."""
 _BESIDE_BFLOAT16 = 1 + 2.0**-12
-"""Times a number that is in bfloat16, one that is not, and is in float32."""
+"""Multiplies a bfloat16 number to one that only float32 has."""
 
 
 def output_hashes(stage: LayerRange, with_head: bool = True) -> dict[str, str]:
     """SHA-256 of a layer's outputs for prompts, for single tokens behind them and for a chain, and of the head's.
 
-    By what was run, in the words that people are told. It takes the memory of the layer's largest weight and of its
-    smallest. `with_head` is for stages that have the model's whole head.
+    The keys say what was run, in the words of messages. It takes the memory of the layer's largest and smallest
+    weights. `with_head` is for stages that have the model's whole head.
     """
     config, tokens = stage.model.config, max(_PROMPTS) + 1 + _CHAIN
     states = _drawn(tokens * config.hidden_size).view(1, tokens, -1) / (_LARGEST // 2)
@@ -69,10 +69,10 @@ def _sample_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
-    """What takes the place of each tensor of a checkpoint, by its identity: matrices are parts of one piece of memory.
+    """Replacements of a checkpoint's tensors, by identity; matrices are parts of one piece of memory.
 
-    The smallest matrix alone is none that bfloat16 has: compiled code reads it otherwise than the others, and it needs
-    memory of its own. A stage has none of these tensors where it lacks the layer.
+    Only the smallest matrix is not exact in bfloat16: compiled code reads it in another way, and it needs memory of its
+    own. A stage without the layer has none of these tensors.
     """
     scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
     tensors = list(layer.state_dict(keep_vars=True).values())
@@ -95,7 +95,7 @@ def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
 
 
 def _smallest_matrix(shapes: Mapping[int, tuple[int, ...]]) -> int | None:
-    """The number of the smallest of those with at least two dimensions, the last among equals."""
+    """The index of the smallest shape with at least two dimensions, the last among equals."""
     matrices = [i for i, shape in shapes.items() if len(shape) > 1]
     return min(reversed(matrices), key=lambda i: math.prod(shapes[i]), default=None)
 
@@ -105,7 +105,7 @@ def _matrix_shape(linear: Any) -> tuple[int, int]:
 
 
 def _drawn(size: int) -> Tensor:
-    """Whole numbers in bfloat16, the same on every machine: drawn normal ones depend on the processor."""
+    """Whole numbers in bfloat16, the same on every machine: normal draws depend on the processor."""
     generator = torch.Generator().manual_seed(size)
     return torch.randint(-_LARGEST, _LARGEST, (size,), generator=generator).to(torch.bfloat16)
 

@@ -13,19 +13,19 @@ from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.trees import chain_of
 
 ONE_PASS = 256
-"""Tokens of the longest prompt that is one chunk, as the library's `generate` has it."""
+"""The longest prompt, in tokens, that is one chunk, as in the library's `generate`."""
 PROMPT_CHUNKS = 224, 208, 192, 176, 160, 144, 144, 128
-"""Tokens of a longer prompt's chunks in their order; further ones are as long as the last of these. What an entry's
-bits are depends on them, so they are the same everywhere and no setting."""
+"""Tokens of a longer prompt's chunks in their order; further ones are as long as the last of these. An entry's bits
+depend on them, so they are the same everywhere and no setting."""
 SEVERAL_ROWS = 3
-"""Stand for any number of rows, where the library is asked what it does for several."""
+"""Represents several rows when the library's behaviour is checked."""
 
 
 def prompt_chunks(tokens: int, longest: int | None = None) -> list[range]:
     """The positions of each chunk of a prompt; one of more than `longest` tokens stays whole, see `longest_in_chunks`.
 
-    Later chunks attend to more. They have fewer tokens, for all to take about as long: stages that work at once wait
-    for the slowest.
+    Later chunks attend to more, so they have fewer tokens and all take about as long: stages that work at once wait for
+    the slowest.
     """
     is_cut = tokens > ONE_PASS and (longest is None or tokens <= longest)
     borders = takewhile(lambda end: end < tokens, _ends() if is_cut else ())
@@ -54,14 +54,14 @@ def part_of(inputs: list[int] | Tensor, chunk: range) -> list[int] | Tensor:
 
 
 def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int | None:
-    """Tokens up to which a prompt in chunks is computed as in one pass, but for rounding; None: any number.
+    """The longest prompt that chunks compute like one pass, but for rounding; None: any.
 
-    Two things make a pass depend on more than the tokens before each of its own: a rotary table that its longest
-    position chooses, as in long-RoPE, and code that overlooks a window which the cache keeps to.
+    Two things make a token's result depend on later tokens of its pass: a rotary table chosen by the longest position,
+    as in long-RoPE, and code that overlooks a window that the cache keeps.
 
     Args:
         model: it has a layer of each kind; it may be on the meta device.
-        most_positions: that the model has; None where it names no end.
+        most_positions: the model's; None if it names no end.
     """
     if not library_masks_fit(model, cache_windows(model.config), SEVERAL_ROWS):
         return 0
@@ -74,9 +74,9 @@ def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int
 
 @torch.inference_mode()
 def library_masks_fit(model: PreTrainedModel, windows: list[int | None], tokens: int) -> bool:
-    """Whether, in a pass of so many tokens, the library shows each of them what a pass of its own would.
+    """Whether, in a pass of `tokens` tokens, the library shows each token what its own pass would.
 
-    Not where its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
+    No, if its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
     """
     chain = chain_of(tokens, torch.device("cpu"))
     for position in {1 + max(window or 1, 1) for window in windows}:

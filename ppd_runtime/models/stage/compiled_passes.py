@@ -1,4 +1,4 @@
-"""What a stage needs of compiled layers; `models.compiled.passes.CompiledLayers` is the real thing."""
+"""What a stage needs of compiled layers; see `models.compiled.passes.CompiledLayers`."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -25,10 +25,10 @@ class CompiledPasses(Protocol):
 
     @property
     def head(self) -> Head | None:
-        """The final norm and the head, where they are compiled."""
+        """The final norm and the head, if they are compiled."""
 
     def add(self, *passes: int) -> None:
-        """Have code for these kinds of passes too."""
+        """Load code for these kinds of passes too."""
 
     def of_part(self, part: PreTrainedModel) -> "CompiledPasses":
         """Compiled passes of a model of one layer that runs behind another model."""
@@ -43,7 +43,7 @@ class CompiledPasses(Protocol):
         """Let go of the last sequence's caches."""
 
     def runs_tree(self, tokens: int) -> bool:
-        """Whether there is code for a chain or a tree of so many tokens."""
+        """Whether there is code for a chain or a tree of `tokens`."""
 
     def runs_subset(self, subset: LayerSubset) -> bool:
         """Whether there is code for one token's pass through a piece."""
@@ -61,7 +61,7 @@ class CompiledPasses(Protocol):
 
     @property
     def reads_lists(self) -> bool:
-        """Whether all attention is code that goes over the rows of a list, which may lie anywhere."""
+        """Whether all attention reads rows by a list, so that they may lie anywhere."""
 
     @property
     def joins_texts(self) -> bool:
@@ -73,4 +73,4 @@ class CompiledPasses(Protocol):
         """Several texts' trees through layers `first` to `last`, over caches that hold all these texts."""
 
     def chain_drafting(self, layers: int | LayerSubset, behind: Any, embedding: Tensor) -> Any:
-        """What drafts greedy chains in one call; None where there is no code for it."""
+        """Drafts greedy chains in one call; None if there is no code for it."""

@@ -1,4 +1,4 @@
-"""What a model's first layer is given for token ids, by the decoder's own code where a look-up is not all."""
+"""The first layer's input for token ids, by the decoder's own code if it does more than look up."""
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
@@ -12,7 +12,7 @@ from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.slicing import layer_range
 
 _MOST_JOINED = 16  # rows of the table: to look up more at once takes less time
-_MOST_VIEWS = 4096  # of single rows, kept: to make one takes two operators
+_MOST_VIEWS = 4096  # views of single rows: making one takes two operators
 
 
 class Embedding:
@@ -26,7 +26,7 @@ class Embedding:
 
     @property
     def table(self) -> Tensor | None:
-        """`[vocab_size, hidden_size]`, or packed, where a token's row is all that the first layer is given."""
+        """`[vocab_size, hidden_size]`, or packed, if a token's row is all that the first layer needs."""
         return self._model.model.embed_tokens.weight.detach() if self._one else None
 
     def __call__(self, token_ids: list[int]) -> Tensor:
@@ -43,18 +43,18 @@ class Embedding:
         return decoder.embed_tokens(ids) * getattr(decoder, self.scale) if self.scale else decoder.embed_tokens(ids)
 
     def _entered(self, ids: Tensor) -> Tensor:
-        """What the first layer is given for token ids, `[1, tokens]`, by the decoder's own code."""
+        """The first layer's input for token ids, `[1, tokens]`, by the decoder's own code."""
         return self._entrance(input_ids=ids, use_cache=False).last_hidden_state
 
     @cached_property
     def _only_looks_up(self) -> bool:
-        """Whether a look-up, and the embedding's scale, are all that happens to a token before the first layer."""
+        """Whether a token is only looked up and scaled before the first layer."""
         few = torch.arange(min(8, self._model.config.vocab_size), device=self._device)[None]
         return torch.equal(self._looked_up(few), self._entered(few))
 
 
 def _look_up(table: Any) -> Callable[[int], Tensor] | None:
-    """What gives a token's row, `[1, 1, hidden_size]`; None for an embedding that does more than look up."""
+    """Gives a token's row, `[1, 1, hidden_size]`; None for an embedding that does more than look up."""
     if type(table) is nn.Embedding and table.max_norm is None:
         return lambda token: table.weight.detach()[token].view(1, 1, -1)
     return table.row_of if getattr(table, "only_looks_up", False) else None

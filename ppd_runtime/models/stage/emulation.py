@@ -1,4 +1,4 @@
-"""A stage that takes as long as it would on a slower device of its own: for more devices than this machine has.
+"""Emulates a stage on a slower device of its own, for more devices than this machine has.
 
 It computes its real result, then sleeps until a given time per layer has passed. What is measured then is protocol and
 scheduling, with real messages and real candidates; figures from it are an emulation's and have to say so.
@@ -21,14 +21,14 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree
 
-_SPIN_S = 0.00005  # a sleeper wakes late: the rest is watched, which leaves others next to all of the core
+_SPIN_S = 0.00005  # a sleeper wakes late: busy-wait the rest, which leaves others nearly all of the core
 _PR_SET_TIMERSLACK = 29
 _MOST_PRIORITY = 40
 
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """Least times of a pass, in milliseconds; a pass over several tokens takes no longer than one over one."""
+    """Least times of a pass, in milliseconds. Several tokens take no longer than one."""
 
     layer_ms: float
     head_ms: float = 0.0
@@ -42,7 +42,7 @@ class EmulatedDevice:
 
 
 def emulation_note(device: EmulatedDevice | None) -> str:
-    """What has to stand beside times that were taken on such a device; empty where there was none."""
+    """The note that belongs beside times taken on such a device; empty if there was none."""
     return "" if device is None else f"EMULATED devices of {device.layer_ms:g} ms a layer"
 
 
@@ -101,10 +101,10 @@ class EmulatedStage(LayerRange):
 
 
 def come_first(rank: int) -> None:
-    """Have this worker's process run before those of higher ranks, where all have been given real-time priorities.
+    """Run this worker's process before those of higher ranks, if all have been given real-time priorities.
 
-    On devices of their own none would wait for another. Where they share cores, the one that waits should be the one
-    whose work is least likely to be used. Not for threads of one process: they wait for each other's locks.
+    On devices of their own none would wait for another. If they share cores, the worker whose work is least likely to
+    be used should wait. Not for threads of one process: they wait for each other's locks.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
         with contextlib.suppress(PermissionError):
@@ -121,6 +121,6 @@ def _wait_until(moment: float) -> None:
 
 
 def _wake_in_time() -> None:
-    """Ask Linux not to put this thread's wake-ups off, as it otherwise may by 50 microseconds."""
+    """Ask Linux not to delay this thread's wake-ups, which it may by 50 microseconds."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""Which attention a model's stage runs: on CPUs the library's for several tokens, without copies of keys and values
-that heads share, and with masks that are made once a pass; on GPUs any of PyTorch's but cuDNN's.
+"""Chooses the attention of a model's stage. CPUs: the library's for several tokens, without copies of keys and values
+that heads share, and with masks made once a pass. GPUs: any of PyTorch's except cuDNN's.
 
-The library leaves grouped heads to PyTorch where there is no mask and repeats keys and values where there is one, since
-a mask makes them slow on GPUs. On CPUs it does not: a verification of four tokens takes a tenth less time.
+Without a mask the library leaves grouped heads to PyTorch; with one it repeats keys and values, since masks make
+grouped heads slow on GPUs. On CPUs they do not: a verification of four tokens takes a tenth less time.
 """
 
 import inspect
@@ -23,8 +23,8 @@ SHARED_HEADS = "ppd_shared_heads"
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Have a model on a CPU use this attention, if it uses PyTorch's and its code does not ask which one it is; have
-    one on a GPU do without cuDNN's."""
+    """Make a model on a CPU use this attention, if it uses PyTorch's and its code does not check which one it is;
+    switch off cuDNN's on a GPU."""
     leave_out_cudnn(model.device)
     config: Any = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
@@ -36,8 +36,8 @@ def choose_attention(model: PreTrainedModel) -> None:
 
 
 def leave_out_cudnn(device: torch.device) -> None:
-    """For a GPU switch cuDNN's attention off in the whole process, in ordinary decoding as in every worker, and where
-    code is compiled: it plans again for each length of a text, which takes tens of milliseconds.
+    """Switch cuDNN's attention off in the whole process for a GPU: in ordinary decoding, in every worker, and where
+    code is compiled. It plans again for each length of a text, which takes tens of milliseconds.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -58,12 +58,12 @@ def keeps_the_bits(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def asks_for_its_name(module: str) -> bool:
-    """Whether a model's code does something else for an attention that it does not know."""
+    """Whether a model's code acts differently for an attention that it does not know."""
     return bool(re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", inspect.getsource(sys.modules[module])))
 
 
 def additive_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
-    """The library's mask, as PyTorch makes of it in each layer: once for all layers of a pass."""
+    """The library's mask, made additive once a pass instead of in each layer."""
     mask = sdpa_mask(*args, dtype=dtype, **kwargs)
     return None if mask is None else _added(mask, dtype)
 

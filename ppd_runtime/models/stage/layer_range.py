@@ -35,8 +35,8 @@ class LayerRange:
         model: its layers are the stage's.
         compiled: runs one-token passes, candidates of one position, and chains where it has code for them; prompts are
             run by the library over the same caches.
-        first_layer: those before it are not there; it counts from 0.
-        longest_in_chunks: as `ModelInfo` has it, of the whole model.
+        first_layer: the first layer here, counted from 0.
+        longest_in_chunks: the whole model's; see `ModelInfo`.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class LayerRange:
         self.model, self._compiled, self.first_layer = model, compiled, first_layer
         self._longest_in_chunks = longest_in_chunks
         self.device = model.device
-        """Where the weights are; the library goes through all of a model's modules each time it is asked."""
+        """The weights' device; the library would search all of a model's modules at each call."""
         self._on_cuda = self.device.type == "cuda"
         self.num_layers: int = model.config.num_hidden_layers
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
-        """Layers best run in one call: a call of the library's has a price of its own, a compiled one a smaller one."""
+        """Layers best run in one call: each call of the library has a cost, a compiled one a smaller cost."""
         self.layer_passes = 0
         """One-sequence layer passes run so far: a pass through one layer counts one, over candidates one for each."""
         self.layer_seconds = 0.0
@@ -65,29 +65,29 @@ class LayerRange:
         self._rotary = None if rotary is None else RotaryTable(rotary, most_positions(model.config))
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
-        """Ranks scores faster than PyTorch does; None where no code for it is loaded."""
+        """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
         self._embed = Embedding(model)
         self._windows = cache_windows(model.config)
-        self._masks: dict[int, Tensor] = {}  # what the pass under way hides from each layer, where that is ours to say
+        self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
         self._says_masks = {tokens: not library_masks_fit(model, self._windows, tokens) for tokens in (1, SEVERAL_ROWS)}
         self.cache = StageCache(self._windows, 0)
 
     def compile_for(self, *passes: int) -> None:
-        """Where passes are compiled, have code for these too, such as `SEVERAL`; the first time takes a while."""
+        """If passes are compiled, load code for these too, such as `SEVERAL`; the first time takes a while."""
         if self._compiled:
             self._compiled.add(*passes)
 
     def head_over(self, final: FinalHead) -> Callable[[Tensor], Tensor]:
-        """Another head as long as this one's, compiled where this one's is."""
+        """Another head of the same length, compiled if this stage's is."""
         return (self._compiled.head_of(final) if self._compiled else None) or final
 
     def compiles_chains(self, tokens: int) -> bool:
-        """Whether there is compiled code for a pass over so many tokens, one behind the other."""
+        """Whether there is compiled code for a chain of `tokens`."""
         return self._compiled is not None and self._compiled.runs_tree(tokens)
 
     def behind(self, part: PreTrainedModel) -> "LayerRange":
-        """A stage for a model of one layer behind this one, compiled if this one is, that notes its times here."""
+        """A stage for a one-layer model behind this one, compiled if this one is; it notes its times here."""
         code = self._compiled and self._compiled.of_part(part)
         stage = LayerRange(part, code, longest_in_chunks=self._longest_in_chunks)
         stage.recorder = self.recorder
@@ -98,8 +98,8 @@ class LayerRange:
         return LayerRange(model, self._compiled and self._compiled.over(model))
 
     def chain_drafting(self, layers: "int | LayerSubset", behind: "LayerRange | None" = None) -> Any:
-        """What drafts greedy chains in one call, through the first so many layers or a piece, perhaps through a stage
-        `behind` them, and a head, and verifies them where it can; None where passes are not compiled so.
+        """Drafts greedy chains in one call, through the first `layers` layers or a piece, perhaps a stage `behind`
+        them, and a head, and verifies them if it can; None if passes are not compiled for it.
         """
         part = behind._compiled if behind else None
         table = self._embed.table
@@ -108,8 +108,8 @@ class LayerRange:
         return self._compiled.chain_drafting(layers, part, table)
 
     def arena(self, room: int | None = None) -> RowArena | None:
-        """Rows for several sequences whose tokens can run together, for so many of them at a time; None where there is
-        no code for that.
+        """Rows for several sequences whose tokens can run together, `room` tokens at a time; None if there is no code
+        for that.
         """
         joins = self._compiled is not None and self._compiled.joins_texts
         return RowArena(self._windows, self.first_layer, room, self._moves) if joins else None
@@ -122,21 +122,21 @@ class LayerRange:
 
     @property
     def _moves(self) -> bool:
-        """Whether a sequence's rows have to follow each other."""
+        """Whether a sequence's rows have to be consecutive."""
         return self._compiled is None or not self._compiled.reads_lists
 
     def turn_to(self, cache: StageCache) -> None:
-        """Go on with the sequence of this cache, which `begin` has made."""
+        """Continue with the sequence of this cache, which `begin` made."""
         self.cache = cache
         if cache.capacity > self._positions.shape[1]:
             self._positions = torch.arange(cache.capacity, device=self.device)[None]
 
     def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """Run layers `first` to `last` (half-open) and append to their caches; the hidden states behind them.
+        """Run layers `first` to `last` (half-open), append to their caches, and return the hidden states.
 
-        `inputs` are token ids where `first` is 0, else hidden states; the first of them stands at `position`, which
-        must be the number of entries that these layers hold. An empty range gives back its inputs. What begins at
-        position 0 is a prompt, and runs in its chunks.
+        `inputs` are token ids if `first` is 0, else hidden states; the first is at `position`, which must be the number
+        of entries in these layers. An empty range returns its inputs. Inputs at position 0 are a prompt, and run in its
+        chunks.
         """
         if first == last and isinstance(inputs, Tensor):
             return self._here(inputs)
@@ -147,7 +147,7 @@ class LayerRange:
         return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
     def prompt_chunks(self, tokens: int) -> list[range]:
-        """The positions of each chunk in which a prompt of so many tokens runs, a pass each."""
+        """The positions of each chunk of a prompt of `tokens` tokens; each runs as a pass."""
         return prompt_chunks(tokens, self._longest_in_chunks)
 
     def run_pass(
@@ -165,10 +165,10 @@ class LayerRange:
         return hidden
 
     def run_rows(self, parts: Iterable[Part], position: int, first: int, last: int) -> Tensor:
-        """Run layers `first` to `last` over tokens that stand behind different texts, as one pass with a row for each.
+        """Run layers `first` to `last` over tokens that follow different texts, in one pass with a row for each.
 
-        The caller of a part has the caches ready for it just then. A token alone has the bits of a pass of its own. The
-        hidden states are `[1, rows, hidden_size]`; the last row's position is for the record.
+        `parts` makes the caches ready when it yields a part. A token alone has the bits of its own pass. The hidden
+        states are `[1, rows, hidden_size]`; `position` is the last row's, for the record.
         """
         began = time.perf_counter()
         hidden = self._run_rows(parts, first, last)
@@ -180,17 +180,17 @@ class LayerRange:
         return hidden
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
-        """Run all layers over tokens that all stand at `position`: a tree of roots, see `run_tree`."""
+        """Run all layers over tokens that are all at `position`: a tree of roots, see `run_tree`."""
         return self.run_tree(token_ids, [-1] * len(token_ids), position)
 
     def run_tree(self, token_ids: Sequence[int], parents: Sequence[int], position: int) -> Tensor:
-        """Run all layers over a tree: each token sees what came before `position`, those it stands behind, and itself.
+        """Run all layers over a tree: each token sees all tokens before `position`, its ancestors, and itself.
 
-        `parents` has each token's parent among them, which comes before it; -1 for a root, which stands at `position`.
-        The hidden states after the layers, `[1, tokens, hidden_size]`. Their entries lie behind the first `position`
-        tokens' until `keep_path` or `truncate`; the capacity must hold them all. A chain is an ordinary pass. Others
-        give the numbers that each path alone gives, but not the same bits: a product with several rows may sum in
-        another order.
+        `parents` has the index of each token's parent, which comes before it, or -1 for a root, which is at `position`.
+        Returns the hidden states after the layers, `[1, tokens, hidden_size]`. The entries lie behind the first
+        `position` tokens' until `keep_path` or `truncate`; the capacity must hold all. A chain is an ordinary pass.
+        Other trees give each path's numbers, but not the same bits: a product with several rows may sum in another
+        order.
         """
         if list(parents) == list(range(-1, len(parents) - 1)):
             return self.run(0, self.num_layers, list(token_ids), position)
@@ -202,7 +202,7 @@ class LayerRange:
         return hidden
 
     def run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
-        """Run the layers of a piece over tokens that start at `position`; the hidden states behind them.
+        """Run a piece's layers over tokens from `position` on, and return the hidden states.
 
         They append to the caches of the piece's attending layers, which must hold `position` tokens each.
         """
@@ -214,7 +214,7 @@ class LayerRange:
         return hidden
 
     def most_together(self, position: int) -> int | None:
-        """How many tokens from `position` on a pass may have, for each to be what a pass of its own gives; None: any
+        """The most tokens from `position` on in one pass for which each gets the result of its own pass; None: any
         number. Long-RoPE models embed positions by the longest one of a pass."""
         return self._rotary.most_together(position) if self._rotary else None
 
@@ -247,7 +247,7 @@ class LayerRange:
 
     @torch.inference_mode()
     def import_entries(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries to the first layers, each as `export_entries` gives it."""
+        """Append consecutive tokens' entries to the first layers, each from `export_entries`."""
         began, position = time.perf_counter(), self.length(0)
         self.cache.import_entries([entry.to(self.device) for entry in entries])
         self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
@@ -296,7 +296,7 @@ class LayerRange:
         in_prompt: bool = False,
         tree: TokenTree | Sequence[PlacedTree] | None = None,
     ) -> Tensor:
-        """A chain, or a `tree` or several texts' trees, which there must be compiled code for."""
+        """Run a chain, or a `tree` or several texts' trees, which need compiled code."""
         self.check_position(first, position)
         tokens = num_tokens(inputs)
         if self._compiled and not in_prompt and (tokens == 1 or self._compiled.runs_tree(tokens)):
@@ -310,7 +310,7 @@ class LayerRange:
         return self._run_library(first, last, inputs, position)
 
     def _here(self, states: Tensor) -> Tensor:
-        """On the stage's device; on CPUs they are, and between two passes asking takes ten microseconds."""
+        """States on the stage's device. On CPUs they are; asking takes ten microseconds between passes."""
         return states.to(self.device) if self._on_cuda else states
 
     @torch.inference_mode()
@@ -330,7 +330,7 @@ class LayerRange:
         return self._run_library(0, self.num_layers, token_ids, position, places, tree)
 
     def check_position(self, layer: int, position: int) -> None:
-        """Raise RuntimeError where a layer holds other than `position` tokens."""
+        """Raise RuntimeError if a layer holds other than `position` tokens."""
         length = self.cache.layers[layer].length
         if length != position:
             raise RuntimeError(f"layer {layer} holds {length} tokens, the pass starts at position {position}")
@@ -363,7 +363,7 @@ class LayerRange:
         places: Tensor | None = None,
         tree: TokenTree | None = None,
     ) -> Tensor:
-        """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which stand at `places`."""
+        """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which are at `places`."""
         states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
         size = states.shape[1]
         places = self._positions[:, position : position + size] if places is None else places

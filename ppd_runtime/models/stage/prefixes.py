@@ -1,4 +1,4 @@
-"""What stages keep of prompts: whole chunks, whose entries are the same in every prompt that begins alike."""
+"""Whole chunks of prompts that stages keep: entries are equal in all prompts that begin alike."""
 
 import hashlib
 from array import array
@@ -12,12 +12,12 @@ from ppd_runtime.models.stage.chunks import is_whole
 
 
 class KeptChunk:
-    """A whole chunk as a stage has computed it: its states, and its entries, which lie in a request's cache at first.
+    """A whole chunk's states and entries from a stage; the entries lie in a request's cache at first.
 
     Args:
         cache: it holds the chunk's entries.
         positions: of its tokens.
-        hidden: behind the stage's layers, `[1, tokens, hidden_size]`.
+        hidden: after the stage's layers, `[1, tokens, hidden_size]`.
     """
 
     def __init__(self, cache: StageCache, positions: range, hidden: Tensor) -> None:
@@ -29,7 +29,7 @@ class KeptChunk:
 
     @property
     def entries(self) -> tuple[Tensor, ...]:
-        """A copy, as `StageCache.copy_rows` gives it."""
+        """A copy made by `StageCache.copy_rows`."""
         self.leave_cache()
         return self._entries
 
@@ -41,8 +41,7 @@ class KeptChunk:
 
 
 class KeptPrefixes:
-    """Chunks of the prompts that a stage has run last, up to `most_tokens` tokens; those go first that were used least
-    recently.
+    """Chunks of the prompts that a stage ran last, up to `most_tokens` tokens; the least recently used go first.
 
     A chunk is known by all tokens up to its end. Prompts run in chunks with the same borders everywhere, so its entries
     have the bits that the stage would compute again.
@@ -53,7 +52,7 @@ class KeptPrefixes:
         self._chunks: OrderedDict[bytes, KeptChunk] = OrderedDict()
 
     def key(self, prompt: Sequence[int], chunk: range) -> bytes | None:
-        """What a chunk is known by; None for one that is not kept."""
+        """A chunk's key; None for a chunk that is not kept."""
         if len(chunk) > self._most_tokens or not is_whole(chunk) or chunk.stop > len(prompt):
             return None
         return hashlib.sha256(array("q", prompt[: chunk.stop]).tobytes()).digest()
@@ -66,13 +65,13 @@ class KeptPrefixes:
         return self._chunks[key]
 
     def copy_from(self, cache: StageCache) -> None:
-        """Copy what still lies in a cache that is about to hold another text: by then no request waits for it."""
+        """Copy chunks out of a cache that is about to hold another text; no request waits for it by then."""
         for chunk in self._chunks.values():
             if chunk.cache is cache:
                 chunk.leave_cache()
 
     def keep(self, key: bytes, chunk: KeptChunk) -> None:
-        """Have it for later prompts."""
+        """Keep it for later prompts."""
         if key in self._chunks:
             return
         self._chunks[key] = chunk

@@ -22,11 +22,11 @@ _Embedded = tuple[Tensor, Tensor]
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Positions that a model has; None where its configuration names no end.
+    """Positions that a model has; None if its configuration names no end.
 
-    Where a scaled rotary embedding extends the length that the model had, and the configuration names that one, as
-    model cards tell people to write it, these are the scale's multiple of it. A configuration that names the extended
-    length already says so: by the original one beside it, or by other kinds of layers that reach it unscaled.
+    A scaled rotary embedding may extend the original length. If the configuration names that one, as model cards tell
+    people to write it, the result is the scale's multiple of it. If it names the extended length, it says so: by the
+    original one beside it, or by other kinds of layers that reach it unscaled.
     """
     named = getattr(config, "max_position_embeddings", None)
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -46,15 +46,15 @@ def _scale(kind: Mapping[str, Any]) -> float:
 
 
 class RotaryTable(nn.Module):
-    """A decoder's own rotary embedding, asked once for many positions; passes over few tokens get parts of its answer.
+    """A decoder's own rotary embedding, computed once for many positions; passes over few tokens get parts of it.
 
-    Where it takes another table for long texts, as long-RoPE does, the longest position of a pass decides for all of
-    its tokens: `borders` are where that changes. Dynamic scaling makes a table for each length beyond the original one:
-    `changes_from` is where that begins. On GPUs every pass asks the embedding itself.
+    If it has another table for long texts, as long-RoPE has, a pass's longest position decides for all its tokens: the
+    table changes at `borders`. Dynamic scaling makes a table for each length beyond the original one, from
+    `changes_from` on. On GPUs every pass asks the embedding itself.
 
     Args:
         rotary: the decoder's.
-        most_positions: positions that the model has; None where it names no end.
+        most_positions: positions that the model has; None if it names no end.
     """
 
     def __init__(self, rotary: nn.Module, most_positions: int | None = None) -> None:
@@ -69,8 +69,7 @@ class RotaryTable(nn.Module):
         self._blocks: dict[tuple[Any, ...], _Embedded] = {}
 
     def most_together(self, position: int) -> int | None:
-        """How many tokens from `position` on a pass may have that are embedded as passes of their own would embed them;
-        None: any number."""
+        """The most tokens from `position` on in one pass that are embedded as in passes of their own; None: any."""
         border = self._border_behind(position)
         return None if border is None else border - position
 
@@ -89,7 +88,7 @@ class RotaryTable(nn.Module):
         return self._asked(hidden, position_ids, *kind, **named) if found is None else found
 
     def _asked(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> Any:
-        """What the embedding gives; a dynamic one as if it had seen no text before, which it would remember."""
+        """The embedding's output; a dynamic one runs without its memory of earlier texts."""
         rotary = self._rotary[0]
         if self.changes_from is not None:
             rotary = shallow_copy(rotary)
@@ -97,7 +96,7 @@ class RotaryTable(nn.Module):
         return rotary(hidden, position_ids, *kind, **named)
 
     def _looked_up(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Embedded | None:
-        """From a block of the table, where all positions are in one; else None."""
+        """Look up in a block of the table, if one has all positions; else None."""
         if position_ids.shape[1] > _FEW_TOKENS:
             return None
         positions = position_ids[0].tolist()
@@ -121,7 +120,7 @@ class RotaryTable(nn.Module):
         return cosines[:, rows], sines[:, rows]
 
     def _block(self, position: int) -> tuple[int, int]:
-        """The first position of those that are asked for together with this one, and the first behind them."""
+        """The half-open range of positions that are computed together with this one."""
         first = position - position % _POSITIONS_AT_ONCE
         end = min(first + _POSITIONS_AT_ONCE, self._most_positions or first + _POSITIONS_AT_ONCE)
         if ahead := bisect_right(self.borders, position):
@@ -130,7 +129,7 @@ class RotaryTable(nn.Module):
 
 
 def _borders(rotary: nn.Module, most_positions: int | None) -> tuple[int, ...] | None:
-    """Positions where tables begin to differ; None where that is unknown: without an end, or for unusual embeddings."""
+    """Positions where tables begin to differ; None if that is unknown: without an end, or for unusual embeddings."""
     if most_positions is not None:
         with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return table_borders(rotary, most_positions)

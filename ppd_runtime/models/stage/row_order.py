@@ -1,4 +1,4 @@
-"""In which row of a cache each position of a sequence lies: what is kept of a tree stays where it is."""
+"""Which cache row each position of a sequence lies in: kept tokens of a tree stay in their rows."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ _FIRST_POSITIONS = 1024
 
 
 class RowOrder:
-    """The rows of a sequence by position; in the beginning position 0 lies in row 0, and so on.
+    """The rows of a sequence by position; at first position i lies in row i.
 
-    Positions without a token name rows that are free. So the list stays one of all rows, and rows change places in it.
+    Positions without a token name free rows. So the list stays a permutation of all rows.
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class RowOrder:
         self._rows, self._at = rows, rows.ctypes.data
 
     def address(self, positions: int) -> int:
-        """Where the rows of so many positions are, one after the other, as int64."""
+        """The address of the rows of the first `positions` positions, as int64."""
         if positions > len(self._rows):
             more = np.arange(len(self._rows), max(positions, 2 * len(self._rows)), dtype=np.int64)
             self._take(np.concatenate([self._rows, more]))
         return self._at
 
     def exchange(self, position: int, other: int) -> None:
-        """Two positions lie in each other's rows from now on."""
+        """Exchange the rows of two positions."""
         self.address(1 + max(position, other))
         rows = self._rows
         rows[position], rows[other] = rows[other], rows[position]
         self._note(position, other)
 
     def keep(self, position: int, nodes: Sequence[int]) -> None:
-        """Let the rows that are `nodes` (ascending) behind `position` follow each other from there on."""
+        """Make the rows at `nodes` (ascending) after `position` consecutive positions from there on."""
         end = 1 + position + nodes[-1]
         self.address(end)
         kept = [position + node for node in nodes]

@@ -1,8 +1,8 @@
-"""Where tokens in flight stand in the list of their sequence's rows: behind the certain text, whatever their positions.
+"""Places of tokens in flight in the list of their sequence's rows: after the certain text, whatever their positions.
 
-A pass over several tokens is told where each one's path stands, so siblings and other branches run together. A token
-that runs alone has its path put at its positions, as in ordinary decoding: any code may run it. To put a node elsewhere
-changes the list, or moves its entries where code reads none (`StageCache.move`).
+A pass over several tokens is told the rows of each one's path, so siblings and other branches run together. The path of
+a token that runs alone is put at its positions, as in ordinary decoding, so any code may run it. Moving a node changes
+the list, or moves its entries if the code reads no list (`StageCache.move`).
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ class NodeSlots:
     def __init__(self, cache: StageCache, most_nodes: int) -> None:
         self._cache, self._most_nodes = cache, most_nodes
         self.kept = 0
-        """Tokens that lie in place for good; the next one stands at this position."""
+        """Tokens in their final places; the next one is at this position."""
         self._rows: dict[int, int] = {}  # by node
         self._nodes: dict[int, int] = {}  # by row
 
     def place(self, path: Sequence[int]) -> int:
-        """Put nodes into place that stand one behind the other behind the kept tokens, for the last to run alone.
+        """Put a path of nodes in place after the kept tokens, so that the last can run alone.
 
-        Its position, which is how many tokens the layers hold then. IndexError where there is no room.
+        Returns its position, which is how many tokens the layers hold. IndexError without room.
         """
         for row, node in enumerate(path, self.kept):
             self._put(node, row)
@@ -37,9 +37,9 @@ class NodeSlots:
         return position
 
     def rows(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The rows of nodes that run together, each the last of its path, and of those that it stands behind.
+        """The rows of nodes that run together, each the last of its path, and of its ancestors.
 
-        They count from the kept tokens on, which are what the layers hold then. IndexError where there is no room.
+        They count from the kept tokens on, which the layers then hold. IndexError without room.
         """
         for path in paths:
             for row, node in enumerate(path, self.kept):
@@ -54,13 +54,13 @@ class NodeSlots:
         return self.kept + self._most_nodes + 1
 
     def keep(self, node: int) -> None:
-        """The node is the next of the certain tokens: it stays, in place."""
+        """Keep the node as the next certain token, in its place."""
         self._put(node, self.kept)
         self.drop(node)
         self.kept += 1
 
     def drop(self, node: int) -> None:
-        """Give a node's row free, if it has one."""
+        """Free a node's row, if it has one."""
         if (row := self._rows.pop(node, None)) is not None:
             del self._nodes[row]
 
@@ -84,7 +84,7 @@ class NodeSlots:
         self._rows[node], self._nodes[row] = row, node
 
     def _free_row(self) -> int:
-        """The last one: those before it are the positions of tokens that may come sooner."""
+        """The last free row: rows before it are positions of tokens that may come sooner."""
         for row in range(self.kept + self._most_nodes, self.kept - 1, -1):  # one more than there are nodes
             if row not in self._nodes:
                 return row

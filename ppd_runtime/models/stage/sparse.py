@@ -7,7 +7,7 @@ from ppd_runtime.models.stage.slicing import LayerSet, LayerSubset, without
 def sparse_subset(stage: LayerRange, left_out: LayerSet) -> LayerSubset:
     """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
 
-    Of a layer without attention and MLP nothing is left: it is not run.
+    A layer without attention and MLP is not run.
     """
     layers = {}
     for number, layer in enumerate(stage.model.model.layers):

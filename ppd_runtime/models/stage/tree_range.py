@@ -1,4 +1,4 @@
-"""A stage of several in a row: its layers over the rows of a pass, each row a token in flight behind its own text."""
+"""One of several stages in a row: runs its layers over a pass's rows, each a token in flight after its own text."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,22 @@ from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
-"""The paths of the rows that a stage tries at its start: siblings, and what stands behind them."""
+"""Paths of the rows that a stage tries at its start: siblings, and tokens after them."""
 _TRIED_TEXTS, _LONGEST_TRIED_WINDOW = (61, 700), 1024
-"""Tokens before them: so their rows go past a step of the attended ones, and past the 512 keys that PyTorch's attention
-takes at a time."""
+"""Text lengths before them: longer than a step of attended rows, and than the 512 keys that PyTorch's attention takes
+at a time."""
 _PROMPT = 3  # tokens of that text that are run
 _BETWEEN_LOOKS_S = 0.002
 
 
 class TreeRange:
-    """A stage's layers for one request after the other; nodes are known by numbers. Others have `another` each.
+    """A stage's layers for one request at a time; nodes have numbers. `another` serves a further request.
 
-    Rows run together where that leaves their bits alone: in code of our own, whose sums run in an order that does not
-    depend on the other rows, and if the stage has found it so at its start. Elsewhere each row runs as a pass of one
-    token, over the entries of its text in the rows of their positions: its bits are ordinary decoding's, in every dtype
-    and with every kernel. A trial alone would not do. In bfloat16 most sums that were made in another order are rounded
-    to the same number, so a trial may find no difference, and a text of some hundred tokens does.
+    Rows run together if that keeps their bits: in our own code, whose order of sums does not depend on the other rows,
+    and if the stage found it so at its start. Else each row runs as a pass of one token, over its text's entries in the
+    rows of their positions: its bits are ordinary decoding's, in every dtype and with every kernel. A trial alone would
+    not do: in bfloat16 most sums in another order round to the same number, so a trial may find no difference where a
+    text of some hundred tokens does.
 
     Args:
         stage: it has these layers.
@@ -49,7 +49,7 @@ class TreeRange:
         self.cached_tokens = 0
         """Tokens of the prompt whose entries were kept from an earlier one."""
         self.most_together = 1
-        """Rows that run together, at the most."""
+        """Most rows that run together."""
         self._arena: RowArena | None = None
         self._begin(StageCache([], 0))
         arena = stage.arena(room) if stage.most_together(_PROMPT) is None else None
@@ -71,9 +71,9 @@ class TreeRange:
         return other
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
-        """Forget the last sequence and make room for one of at most `capacity` tokens; for none, where that is 0.
+        """Forget the last sequence and make room for one of at most `capacity` tokens; 0 makes room for none.
 
-        `prompt` are the tokens that it begins with, where an earlier prompt's entries may be used.
+        `prompt` are its first tokens, if an earlier prompt's entries may be used.
         """
         self._kept.copy_from(self._cache)
         if isinstance(self._cache, ArenaCache):
@@ -87,11 +87,11 @@ class TreeRange:
         self._cache, self._slots = cache, NodeSlots(cache, self._most_nodes)
 
     def prompt_chunks(self, tokens: int) -> list[range]:
-        """The positions of each chunk in which a prompt of so many tokens runs."""
+        """The positions of each chunk of a prompt of `tokens` tokens."""
         return self._stage.prompt_chunks(tokens)
 
     def run_prompt(self, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """Run a prompt's next chunk, its tokens or its hidden states `[1, tokens, hidden_size]`; the states behind the
+        """Run a prompt's next chunk, token ids or states `[1, tokens, hidden_size]`; returns the states after the
         layers.
         """
         self._stage.turn_to(self._cache)
@@ -112,18 +112,18 @@ class TreeRange:
 
     @property
     def layers_at_once(self) -> int:
-        """Layers between which a pass is not left, for looking costs time, too; all until one has run."""
+        """Layers run between two looks, since looking costs time; all until one has run."""
         of_one = self._stage.layer_seconds
         return min(1 + int(_BETWEEN_LOOKS_S / of_one), self.num_layers) if of_one else self.num_layers
 
     def run_rows(
         self, inputs: Sequence[int] | Tensor, paths: Sequence[Sequence[int]], layers: range | None = None
     ) -> Tensor:
-        """Run nodes as one pass: each path ends with one of them, before which stand those that are not kept.
+        """Run nodes as one pass. Each path ends with one of them, after its ancestors that are not kept.
 
-        Each comes after those that it stands behind. `inputs` are their token ids, or their hidden states
-        `[1, nodes, hidden_size]`; so are the states after the layers. `layers` are some of the stage's, counted from
-        its first one, or all. Between them nodes may be kept and dropped.
+        Ancestors come first. `inputs` are the nodes' token ids, or hidden states `[1, nodes, hidden_size]`, the shape
+        of the result too. `layers` are some of the stage's, counted from its first one, or all. Nodes may be kept and
+        dropped between two calls for some layers.
         """
         before, numbers = self._stage.layer_passes, self._numbers(layers)
         position = self._slots.kept + len(paths[-1]) - 1
@@ -137,7 +137,7 @@ class TreeRange:
         return (first, self._stage.num_layers) if layers is None else (first + layers.start, first + layers.stop)
 
     def run_together(self, asked: Sequence["Asked"], layers: range | None = None) -> list[Tensor]:
-        """What each of several requests would have from `run_rows`, out of one pass."""
+        """The results of `run_rows` for several requests, from one pass."""
         if len(asked) == 1:
             ((stage, inputs, paths),) = asked
             return [stage.run_rows(inputs, paths, layers)]
@@ -152,7 +152,7 @@ class TreeRange:
         return [states[order.index(place)] for place in range(len(asked))]
 
     def logits_together(self, asked: Sequence[tuple["TreeRange", Tensor]]) -> list[Tensor]:
-        """`logits` of states `[1, 1, hidden_size]` of several requests, at once where that leaves their bits alone."""
+        """`logits` of states `[1, 1, hidden_size]` of several requests, together if that keeps their bits."""
         hidden = [states for _, states in asked]
         if len(hidden) > 1 and self._joins_heads:
             starts = range(0, len(hidden), self.most_together)
@@ -161,21 +161,19 @@ class TreeRange:
         return [stage.logits(states) for stage, states in asked]
 
     def keep(self, node: int) -> None:
-        """A node that has run is the next of the certain tokens."""
+        """Keep a node that has run as the next certain token."""
         self._slots.keep(node)
 
     def drop(self, node: int) -> None:
-        """A node is of no use any more."""
+        """Drop an unneeded node."""
         self._slots.drop(node)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[vocab_size]` float32 logits behind the newest of the hidden states: final norm and head."""
+        """`[vocab_size]` float32 logits after the newest hidden state: final norm and head."""
         return self._stage.logits(hidden)
 
     def _parts(self, asked: Sequence["Asked"]) -> Iterator[Part]:
-        """What runs together; each part's slots are ready until the next is asked for. Whose rows are the arena's come
-        first.
-        """
+        """Parts that run together; a part's slots are ready until the next is asked for. The arena's come first."""
         in_arena = [one for one in asked if one[0]._in_arena]
         for group in (in_arena, *([one] for one in asked if not one[0]._in_arena)):
             for part in _cut(group, self.most_together):
@@ -206,7 +204,7 @@ class TreeRange:
 
     @cached_property
     def _joins_heads(self) -> bool:
-        """Whether logits of several rows at once have the bits of each row's own: found out by comparing."""
+        """Whether logits of several rows at once have the bits of each row's own, found by comparing."""
         if self.most_together == 1:
             return False
         states = self._random_states(len(_TRIED))
@@ -215,7 +213,7 @@ class TreeRange:
         return all(self._stage.token_logits(states[:, :size]).equal(alone[:size]) for size in sizes)
 
     def _find_out_what_runs_together(self, arena: RowArena) -> None:
-        """How many rows a pass may have, of one text and of several, for each to keep the bits of a pass of its own.
+        """Find how many rows, of one text or of several, a pass may have so that each keeps its own pass's bits.
 
         That is found out by comparing: a model may have attention that our code does not know.
         """
@@ -245,7 +243,7 @@ class TreeRange:
         return all(torch.cat(of_stage, dim=1).equal(alone) for of_stage in states)
 
     def _try(self, sizes: Sequence[int]) -> Tensor:
-        """The states of the tried rows behind the text, run so many at a time."""
+        """States of the tried rows after the text, run in groups of `sizes`."""
         kept, self._slots = self._slots.kept, NodeSlots(self._cache, self._most_nodes)
         self._slots.kept = kept
         starts = accumulate(sizes, initial=0)
@@ -253,7 +251,7 @@ class TreeRange:
         return torch.cat([self.run_rows(self._tried(some), _TRIED[some]) for some in rows], dim=1)
 
     def _prepare_to_try(self, text: int) -> None:
-        """Have entries of a text of so many tokens, or one longer than short windows are."""
+        """Make entries of a text of `text` tokens, or more than short windows have."""
         first, states = self._stage.first_layer, self._random_states(_PROMPT)
         windows = [layer.sliding_window or 0 for layer in self._stage.cache.layers]
         text = max([text, *(window + 1 for window in windows if window <= _LONGEST_TRIED_WINDOW)])
@@ -263,7 +261,7 @@ class TreeRange:
         self._slots.kept = text
 
     def _tried(self, rows: slice) -> list[int] | Tensor:
-        """What the tried rows enter with."""
+        """The tried rows' inputs."""
         numbers = range(len(_TRIED))[rows]
         return self._random_states(len(_TRIED))[:, rows] if self._stage.first_layer else list(numbers)
 

@@ -1,4 +1,4 @@
-"""Attention within a tree of tokens that is run in one pass: each sees those it stands behind, and no other branch."""
+"""Attention within a tree of tokens in one pass: each token sees its ancestors, and no other branch."""
 
 import threading
 from array import array
@@ -20,14 +20,14 @@ class TokenTree:
     """Tokens that run together, each at the end of a path behind one text.
 
     Args:
-        paths: of each token: in which rows those lie that it stands behind, and its own last, counted from the text's
-            end on. What no path ends with has run before.
+        paths: each token's path: the rows of its ancestors and then its own, counted from the text's end. Rows that end
+            no path have run before.
     """
 
     def __init__(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self._paths, self._device, self.size = paths, device, len(paths)
         self.extent = 1 + max(map(max, paths))
-        """Rows behind the text, up to the last one that a token sees."""
+        """Rows after the text, up to the last one that a token sees."""
         self.is_chain = all(path == tuple(range(i + 1)) for i, path in enumerate(paths))
         self.comes_again = self.is_chain or all(path == (i,) for i, path in enumerate(paths))
         """Whether it is a chain, or candidates of one position."""
@@ -39,7 +39,7 @@ class TokenTree:
         self._numbers = array("q", chain(*of_tokens, *tails))
         (at, _), step = self._numbers.buffer_info(), self.size * self._numbers.itemsize
         self.memory = at, at + step, at + 2 * step, self.size, deepest - first
-        """Where rows, depths and tails are, its size, and how long a tail is: as `Tree` in native/passes.h begins."""
+        """Addresses of rows, depths and tails, its size, a tail's length: `Tree` in native/passes.h begins so."""
         self._ahead: dict[int, Tensor] = {}
         self._scales: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
@@ -54,12 +54,12 @@ class TokenTree:
         return torch.tensor([len(path) - 1 for path in self._paths], device=self._device)
 
     def part(self, start: int, end: int) -> "TokenTree":
-        """Some of the tokens, which run behind those before them."""
+        """Some of the tokens, which run after those before them."""
         return tree_of(tuple(self._paths[start:end]), self._device)
 
     def lists(self, position: int) -> Tensor:
-        """`[tokens, positions]`: the rows of each token's text, which is that of the rows' positions up to `position`,
-        where the tree stands, and its path; behind its end any.
+        """`[tokens, positions]`: the rows that each token sees: those of the text, up to the tree at `position`, and
+        its path; after the path's end, any rows.
         """
         deepest = max(map(len, self._paths))
         paths = torch.tensor([[*path, *path[-1:] * (deepest - len(path))] for path in self._paths], device=self._device)
@@ -68,7 +68,7 @@ class TokenTree:
 
     @cached_property
     def _sees(self) -> tuple[Tensor, Tensor]:
-        """Whether a token sees a row, `[tokens, extent]`, and the depth of what lies in each, `[extent]`."""
+        """Whether a token sees a row, `[tokens, extent]`, and the depth of each row's token, `[extent]`."""
         sees = torch.zeros(self.size, self.extent, dtype=torch.bool)
         depths = torch.zeros(self.extent, dtype=torch.int64)
         for token, path in enumerate(map(list, self._paths)):
@@ -76,7 +76,7 @@ class TokenTree:
         return sees.to(self._device), depths.to(self._device)
 
     def masks(self, layers: Mapping[int, PreallocatedLayer], dtype: torch.dtype) -> dict[int, Tensor]:
-        """What each layer adds to its scores, `[1, 1, tokens, attended]`, by the numbers that `layers` has them by.
+        """Additive masks of the layers, `[1, 1, tokens, attended]`, by their numbers in `layers`.
 
         `layers` are the caches, each before the pass.
         """
@@ -119,7 +119,7 @@ class TokenTree:
         return hidden | (torch.where(within, depths[row], place) <= self.depths[:, None] - window)
 
     def _scale(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What a mask adds where something is hidden and where it is not."""
+        """What a mask adds to hidden and to visible scores."""
         if dtype not in self._scales:
             lowest = torch.finfo(dtype).min
             self._scales[dtype] = (self.depths.new_tensor(lowest, dtype=dtype), self.depths.new_tensor(0, dtype=dtype))
@@ -127,15 +127,15 @@ class TokenTree:
 
 
 class PlacedTree(NamedTuple):
-    """A tree behind one of several texts in the rows of one cache, each of which has rows of its own."""
+    """A tree after one of several texts, each with its own rows in one cache."""
 
     tree: TokenTree
     position: int
-    """Where it stands: tokens of the text before it."""
+    """Its position: tokens of the text before it."""
     first_row: int
-    """Of those of its text."""
+    """Its text's first row."""
     order: RowOrder
-    """In which of them each position lies."""
+    """Which row each position is in."""
 
     @property
     def reach(self) -> int:
@@ -145,12 +145,12 @@ class PlacedTree(NamedTuple):
 
 Part = tuple[list[int] | Tensor, int, TokenTree | Sequence[PlacedTree] | None]
 """Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before
-them; and their tree, for which there has to be compiled code, or None for one token. Of several texts, whose trees
-follow each other, the length is 0."""
+them; and their tree, which needs compiled code, or None for one token. With trees of several texts in a row the length
+is 0."""
 
 
 def _made_once(make: Callable[[_Shape, torch.device], TokenTree]) -> Callable[[_Shape, torch.device], TokenTree]:
-    """Passes that look alike share a tree. On a GPU a thread has its own: its streams have made it by then."""
+    """Passes of one shape share a tree. On a GPU each thread has its own, made on its own streams."""
     made = lru_cache(maxsize=256)(lambda shape, device, _thread: make(shape, device))
 
     @wraps(make)
@@ -177,5 +177,5 @@ def token_tree(parents: tuple[int, ...], device: torch.device) -> TokenTree:
 
 @_made_once
 def chain_of(tokens: int, device: torch.device) -> TokenTree:
-    """So many tokens, one behind the other."""
+    """A chain of `tokens` tokens."""
     return token_tree(tuple(range(-1, tokens - 1)), device)

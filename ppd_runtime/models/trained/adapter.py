@@ -34,9 +34,9 @@ class AdapterInfo(PartInfo):
 def new_adapter(model: PreTrainedModel, exit_layer: int) -> PreTrainedModel:
     """An untrained adapter for the states behind `exit_layer` (1 to d-1) of a whole model.
 
-    Its attention and norms begin as the model's next layer's, with the same window, and the final norm's: copies, in
-    float32. Head and rotary tables are the model's own. There is no embedding, and no MLP; norms that only fed the MLP
-    or followed it are gone.
+    Its attention and norms begin as float32 copies of the model's next layer's, with the same window, and of the final
+    norm. Head and rotary tables are the model's own. It has no embedding and no MLP; norms that only fed or followed
+    the MLP are left out.
     """
     decoder = layer_range(model, exit_layer, exit_layer + 1)
     layer = with_floats(copy.deepcopy(without(model.model.layers[exit_layer], mlp=True))).float().requires_grad_(True)
@@ -79,7 +79,7 @@ def _number(layer: nn.Module, index: int) -> None:
 
 
 def _drop_idle_norms(adapter: PreTrainedModel) -> None:
-    """Leave out what nothing that comes out depends on: it has no gradient."""
+    """Remove modules that no output depends on: they have no gradient."""
     (layer,), device = adapter.model.layers, adapter.device
     probe = torch.randn(1, 4, adapter.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(device)
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Exit predictors: who names the k candidates for the next token from a hidden state after the exit layer."""
+"""Exit predictors, which name k candidates for the next token from a hidden state after the exit layer."""
 
 import math
 import time
@@ -78,7 +78,7 @@ class ModelHead:
         return self.ranked(self._stage.token_logits(hidden), texts, k)
 
     def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """The guesses that logits `[texts, vocab_size]` are for."""
+        """Guesses from logits `[texts, vocab_size]`."""
         return self._sampler.guesses(logits, texts, k)
 
 

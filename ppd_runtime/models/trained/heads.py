@@ -18,13 +18,13 @@ from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 LM_HEAD, AFFINE = "lm-head", "affine"
 KINDS = (LM_HEAD, AFFINE)
 _ROWS = "lm_head."
-"""Begins the names of tensors with a row for each token."""
+"""The name prefix of tensors with a row for each token."""
 
 
 class LmHead(nn.Module):
-    """A classifier of the exit layer's own behind the model's frozen final norm (the paper's "Y" rows, section 5).
+    """The exit layer's own classifier after the model's frozen final norm (the paper's "Y" rows, section 5).
 
-    It starts as the model's; what the model does to its logits afterwards, it does to these too.
+    It starts as the model's; the model's changes to its logits apply to these too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -33,7 +33,7 @@ class LmHead(nn.Module):
         self.final = FinalHead(model, self.lm_head)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What `final` takes, for hidden states `[batch, tokens, hidden_size]`."""
+        """Input of `final` for hidden states `[batch, tokens, hidden_size]`."""
         return hidden
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class AffineHead(nn.Module):
         self.final = FinalHead(model)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What `final` takes, for hidden states `[batch, tokens, hidden_size]`."""
+        """Input of `final` for hidden states `[batch, tokens, hidden_size]`."""
         return hidden + self.step(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ HeadNetwork = LmHead | AffineHead
 
 
 def new_head(kind: str, model: PreTrainedModel) -> HeadNetwork:
-    """A head of one of `KINDS` that does not differ from the shared head yet; its parameters are what is trained."""
+    """An untrained head of one of `KINDS`, equal to the shared head; its parameters are trained."""
     return LmHead(model) if kind == LM_HEAD else AffineHead(model)
 
 
@@ -120,7 +120,7 @@ def describe_heads(folder: str | Path, info: ModelInfo) -> dict[int, HeadInfo]:
 def load_head(head: HeadInfo, model: PreTrainedModel, tokens: Sequence[int] = ()) -> HeadNetwork:
     """The head as a network around the norm and head of `model`, with its dtype, on its device.
 
-    `tokens` are those that the model's head is for, where it is not the whole vocabulary.
+    `tokens` are those of the model's head, if it has not the whole vocabulary.
     """
     network, tensors = new_head(head.kind, model), head.tensors()
     if tokens:

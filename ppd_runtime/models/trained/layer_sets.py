@@ -19,7 +19,7 @@ def write_layer_set(path: Path, left_out: LayerSet, info: ModelInfo, search: Map
     """Write a set; `search`, JSON values for people to read, says how it was found.
 
     Raises:
-        ValueError: where `path` cannot be written.
+        ValueError: if `path` cannot be written.
     """
     card = {
         "format": _FORMAT,

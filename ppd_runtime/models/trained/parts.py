@@ -50,7 +50,7 @@ class PartInfo:
         return f"{cls.NAME}.safetensors"
 
     def check_card(self) -> None:
-        """Raise ValueError where the card holds what this version does not know."""
+        """Raise ValueError if the card holds what this version does not know."""
 
     def check_model(self, info: ModelInfo) -> None:
         """Raise ValueError for any other model than the one that the part was trained for, or one quantised from it."""
@@ -63,7 +63,7 @@ class PartInfo:
             )
 
     def check_layers(self, exit_layers: Sequence[int]) -> None:
-        """Raise ValueError where there is any other layer than the one that the part was trained for."""
+        """Raise ValueError for any layer other than the one that the part was trained for."""
         others = [layer for layer in exit_layers if layer != self.exit_layer]
         if others:
             named = f"layer {others[0]}" if len(others) == 1 else f"layers {', '.join(map(str, others))}"
@@ -94,7 +94,7 @@ def save_part(folder: Path, tensors: Mapping[str, Tensor], known: P, training: M
         training: JSON values for the card, read by people.
 
     Raises:
-        ValueError: where the folder cannot be written.
+        ValueError: if the folder cannot be written.
     """
     content = save({name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()})
     info = replace(known, folder=folder, weights_sha256=hashlib.sha256(content).hexdigest())
@@ -131,7 +131,7 @@ def describe_part(part: type[P], folder: str | Path, info: ModelInfo) -> P:
 
 
 def shipped_part(info: ModelInfo, name: str, wanted_by: str, command: str) -> Path:
-    """The folder of the part called `name` that comes with a model; ValueError where none does."""
+    """The folder of the part called `name` that comes with a model; ValueError if none does."""
     folder = info.folder / name
     if not folder.is_dir():
         raise ValueError(f"{wanted_by} needs {name}=FOLDER for model {info.name!r}: make one with `{command}`")

@@ -25,7 +25,7 @@ class ProbeInfo(PartInfo):
 class Probe(nn.Module):
     """σ(v · h + b) of a hidden state h after the exit layer (AdaSPEED, section II.B), in float32; v and b start at 0.
 
-    It stands for the probability that full depth's likeliest token is the exit's.
+    It estimates the probability that full depth's likeliest token is the exit's.
     """
 
     def __init__(self, hidden_size: int) -> None:

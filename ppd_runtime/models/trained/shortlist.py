@@ -9,14 +9,14 @@ _MAKE = "give a JSON object of token ids and how often each occurs"
 
 
 def shortlist(size: int, vocab_size: int, counts: str | None = None) -> tuple[int, ...]:
-    """So many token ids in ascending order: the most frequent ones by a file of counts, or the tokenizer's first.
+    """`size` token ids in ascending order: the most frequent ones by a file of counts, or the tokenizer's first.
 
-    A tokenizer numbers its tokens about in the order of how frequent they were where it was made. Tokens that a file
-    leaves out, and those as frequent as each other, come in that order too.
+    A tokenizer numbers tokens roughly by their frequency where it was made. Tokens that a file leaves out, and equally
+    frequent ones, follow that order too.
 
     Args:
         size: 1 to `vocab_size`.
-        vocab_size: of the model.
+        vocab_size: the model's.
         counts: a JSON file: an object of token ids and counts, such as `{"262": 1034, "11": 988}`.
 
     Raises:

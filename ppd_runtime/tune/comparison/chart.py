@@ -13,22 +13,22 @@ class Bar(NamedTuple):
 
     speedup: float
     low: float
-    """First quartile of the texts' own; the speed-up itself where it is predicted."""
+    """First quartile of the texts' speed-ups; the speed-up itself if predicted."""
     high: float
     allowed: float | None
 
 
 def bar_of(figures: MethodFigures) -> Bar:
-    """What a comparison found."""
+    """A method's bar."""
     spread = figures.speedup
     return Bar(spread.median, spread.low, spread.high, figures.allowed_speedup)
 
 
 def draw_speedups(bars: Mapping[str, Bar], title: str, path: Path) -> None:
-    """Draw a bar for each name, with quartiles, and a mark for what is allowed behind the first token.
+    """Draw a bar for each name, with quartiles, and a mark for what is allowed after the first token.
 
     Raises:
-        ValueError: where matplotlib is not installed, or the file cannot be written.
+        ValueError: if matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(8, 1.5 + 0.35 * len(bars))
     axes, places = figure.subplots(), range(len(bars))

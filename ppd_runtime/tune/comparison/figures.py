@@ -19,7 +19,7 @@ WINDOWS = tuple(range(1, 7))
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafting and verifying came to behind the first full pass, an entry for each verification."""
+    """Drafting and verifying after the first full pass, an entry for each verification."""
 
     lengths: tuple[int, ...]
     """New tokens."""
@@ -30,7 +30,7 @@ class Drafting:
     draft_s: float
     verify_s: float
     reused_share: float = 0.0
-    """Of a model's layers, those that drafting runs over the newest certain token in verification's stead."""
+    """The share of layers that drafting, not verification, runs over the newest certain token."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class TextRun:
     new_tokens: int
     latency_s: float
     first_s: float
-    """Until the first tokens came."""
+    """Time until the first tokens."""
     first_tokens: int = 1
     """Tokens that came at once from the first full pass."""
     cpu_s: float = 0.0
     """This process' CPU time meanwhile, all threads together."""
     layers_s: float = 0.0
-    """Of a step's time, what layers took."""
+    """A step's time in layers."""
     drafting: Drafting | None = None
     predicted_ratio: float | None = None
-    """Time for a token after the first over ordinary decoding's that another theorem gives; None: equation 6 does."""
+    """Another theorem's time for a token after the first over ordinary decoding's; None: equation 6 gives it."""
 
     @property
     def step_s(self) -> float | None:
-        """Mean time of a token behind the first ones; None where there is none."""
+        """Mean time of a token after the first ones; None if there is none."""
         later = self.new_tokens - self.first_tokens
         return (self.latency_s - self.first_s) / later if later > 0 else None
 
@@ -67,7 +67,7 @@ class Agreement:
     compared: int
     """Tokens of the longer text."""
     gap: float | None = None
-    """By what ordinary decoding's score for its own token exceeds that for the other one, where they first differ."""
+    """Ordinary decoding's score for its own token minus that for the other one, where they first differ."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,20 @@ class Spread:
 
 @dataclass(frozen=True)
 class MethodFigures:
-    """What some paired runs say of a method; None where they say nothing."""
+    """What some paired runs say of a method; None if they say nothing."""
 
     texts: int
     new_tokens: int
     tokens_per_second: float
-    """All new tokens over all latencies, the prompts' passes among them."""
+    """All new tokens over all latencies, the prompts' passes included."""
     speedup: Spread
-    """Tokens per second over ordinary decoding's, of each pair."""
+    """Each pair's tokens per second over ordinary decoding's."""
     step_speedup: Spread | None
-    """The same behind the first token, where prompts no longer count."""
+    """The same after the first token, without prompts."""
     pooled_step_speedup: float | None
-    """The same of all texts together, as s, CR and c are: what to set beside the allowed one."""
+    """The same of all texts together, like s, CR and c: compare it with the allowed one."""
     allowed_speedup: float | None
-    """What s, CR and c allow behind the first token by SWIFT's equation 6; what Theorem 4.1 allows for PPD."""
+    """What s, CR and c allow after the first token by SWIFT's equation 6; what Theorem 4.1 allows for PPD."""
     acceptance_rate: float | None
     """α."""
     mean_accepted_length: float
@@ -119,13 +119,13 @@ class MethodFigures:
     verification_cost: float | None
     """v: a verification's time over that of an ordinary step."""
     cpu_share: float
-    """This process' CPU time over the latencies: below the number of threads where others want the cores too."""
+    """This process' CPU time over the latencies: below the number of threads if others use the cores too."""
     equal_texts: float
     """Share of the texts that are ordinary decoding's to the last token."""
     equal_tokens: float
     """Share of the tokens that come before a text's first difference."""
     largest_gap: float | None
-    """How far scores (logits where decoding is greedy) lie apart at a first difference, at the most."""
+    """The largest gap of scores (logits if greedy) at a first difference."""
 
 
 def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
@@ -165,10 +165,9 @@ def method_figures(pairs: Sequence[Pair]) -> MethodFigures:
 
 
 def allowed_speedup(compression_rate: float, draft_steps: float | None, draft_cost: float | None) -> float | None:
-    """SWIFT's equation 6 with s and c as they were measured; None where nothing was drafted.
+    """SWIFT's equation 6 with the measured s and c; None if nothing was drafted.
 
-    Its M is the tokens that a verification gives: the prompt's pass, which is the same in ordinary decoding, is not
-    one.
+    Its M is the tokens of a verification, without the prompt's pass, which is the same in ordinary decoding.
     """
     if draft_steps is None or draft_cost is None:
         return None
@@ -185,7 +184,7 @@ def _rate(run: TextRun) -> float:
 
 
 def _pooled_step_speedup(pairs: Sequence[Pair]) -> float | None:
-    """Ordinary decoding's time for the tokens behind the first ones over the method's."""
+    """Ordinary decoding's time for the tokens after the first ones over the method's."""
     known = [(p.run, p.ordinary.step_s, p.run.step_s) for p in pairs if p.ordinary.step_s and p.run.step_s]
     ordinary_s, method_s = (
         sum((run.new_tokens - run.first_tokens) * steps[i] for run, *steps in known) for i in (0, 1)
@@ -194,7 +193,7 @@ def _pooled_step_speedup(pairs: Sequence[Pair]) -> float | None:
 
 
 def _draft_cost(pairs: Sequence[Pair]) -> float | None:
-    """c: without what drafting ran in verification's stead."""
+    """c, without what drafting ran for verification."""
     return _cost(pairs, lambda ordinary, draft: draft.draft_s - _reused_s(ordinary, draft), lambda d: sum(d.drafted))
 
 
@@ -216,7 +215,7 @@ def _reused_s(ordinary: TextRun, draft: Drafting) -> float:
 
 
 def _theorem_speedup(pairs: Sequence[Pair]) -> float | None:
-    """What the predicted ratios allow for all tokens behind the first ones."""
+    """The speed-up that predicted ratios allow after the first tokens."""
     later = [(p.run.predicted_ratio, (p.run.new_tokens - 1) * (p.ordinary.step_s or 0.0)) for p in pairs]
     known = [(ratio, seconds) for ratio, seconds in later if ratio is not None]
     predicted_s = sum(ratio * seconds for ratio, seconds in known)

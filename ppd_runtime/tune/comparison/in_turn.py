@@ -1,4 +1,4 @@
-"""A way of decoding beside ordinary decoding, text by text in turn: what `ppd bench`, `plan` and `demo` time."""
+"""Runs a method and ordinary decoding text by text in turn: what `ppd bench`, `plan` and `demo` time."""
 
 import contextlib
 import itertools
@@ -83,10 +83,10 @@ def pairs_in_turn(
     seconds: float,
     load: LoadMeter,
 ) -> list[Pair]:
-    """Decode text after text with both until so many seconds are over, three texts at least.
+    """Decode text after text with both for `seconds`, at least three texts.
 
-    Each text begins with the other way. The first text warms both up and is dropped. Ordinary decoding stays on the
-    core that the main process has, so that both run under the same conditions.
+    The two take turns in going first. The first text warms both up and is dropped. Ordinary decoding stays on the main
+    process's core, so that both run under the same conditions.
     """
     pairs: list[Pair] = []
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def common_start(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def cores_of(way: Way) -> list[int]:
-    """The cores of a runtime's workers, or of decoding in this process; where they share what there is, all of that."""
+    """The cores of a runtime's workers, or of decoding in this process; all cores if they share them."""
     threads = way.config.threads_per_worker
     processes = 1 + way.config.num_subs if isinstance(way, PPDRuntime) else 1
     return [core for cores in assign_cores(min(processes * threads, available_cores()), 1) for core in cores]

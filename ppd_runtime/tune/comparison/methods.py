@@ -1,4 +1,4 @@
-"""Rows at work: ordinary decoding and what is compared with it, warm, each thread on a core of its own."""
+"""Opens a comparison's methods: ordinary decoding and others, warm, each thread on its own core."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ class Methods:
     def agreement(
         self, expected: Sequence[int], got: Sequence[int], prompt_ids: Sequence[int], params: SamplingParams
     ) -> Agreement:
-        """How far a text is ordinary decoding's; where it leaves it, ordinary decoding runs once more, for the gap."""
+        """How far a text is ordinary decoding's; if it differs, ordinary decoding runs once more, for the gap."""
         equal = common_start(expected, got)
         compared, gap = max(len(expected), len(got)), None
         if equal < min(len(expected), len(got)):
@@ -110,7 +110,7 @@ class Methods:
 
     @contextlib.contextmanager
     def _core(self, row: MethodRow) -> Iterator[None]:
-        """What runs in this process stays on cores of its own: a main process', if there is one to be compared with."""
+        """Keep what runs in this process on its own cores: the compared main process's, if there is one."""
         if row.method == "ppd":
             yield
         else:

@@ -1,4 +1,4 @@
-"""Prompts in groups: by category where their file has categories, by file otherwise."""
+"""Prompts in groups: by category if their file has categories, else by file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ppd_runtime.tune.prompt_files import read_prompts
 
 @dataclass(frozen=True)
 class GroupedPrompt:
-    """A prompt and what it is counted with."""
+    """A prompt and its group."""
 
     group: str
     text: str
@@ -22,10 +22,10 @@ def read_groups(
 ) -> list[GroupedPrompt]:
     """The first `limit` prompts (None: all) of each group of some files, "demo" among them for the shipped prompts.
 
-    A group is a category; a file, where its prompts have none; of several files, a category of one file.
+    A group is a category, or a file without categories; with several files, a category of one file.
 
     Args:
-        sources: JSON Lines files as `read_prompts` takes them.
+        sources: JSON Lines files, see `read_prompts`.
         limit: of each group.
         categories: those to take; none takes all prompts.
 

@@ -16,7 +16,7 @@ from ppd_runtime.tune.markdown import markdown_table
 from ppd_runtime.tune.measured_on import machine, versions
 
 Columns = Mapping[str, Callable[[MethodFigures], str]]
-"""Heads, and what is below them for a method."""
+"""Column heads, and a method's cell for each."""
 _NOTES = """\
 Speed-ups are medians of the texts' own ratios, with quartiles, except where all texts are taken together. α: accepted
 drafts among draft steps. M: tokens for each full pass, the prompt's among them. CR: tokens for each verification.
@@ -111,7 +111,7 @@ class ComparisonReport:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON holds it, every text's own counts and times among it."""
+        """Everything as JSON values, with every text's own counts and times."""
         settings = {row.label: {"method": row.method, "settings": full_settings(row)} for row in self.rows}
         return {
             **asdict(self.conditions),
@@ -131,9 +131,9 @@ class ComparisonReport:
         }
 
     def table_1(self) -> dict[str, tuple[str, float, float]]:
-        """AdaSPEED's Table I: by its row's name the row here, tokens per second, and those over LayerSkip's.
+        """AdaSPEED's Table I: by its row's name our row, tokens per second, and the ratio to LayerSkip's.
 
-        Rows with other settings than the stopping rule are none of it.
+        It has no rows with settings other than the stopping rule.
         """
         found = {_rule(row): row.label for row in self.rows if _rule(row) and row.label in self.overall}
         if len(found) < 2 or "constant" not in found:
@@ -142,7 +142,7 @@ class ComparisonReport:
         return {_TABLE_1[rule]: (found[rule], speed, speed / speeds["constant"]) for rule, speed in speeds.items()}
 
     def markdown(self) -> str:
-        """All tables with what has to be known to read them."""
+        """All tables, with explanations."""
         parts = [f"# Ways of decoding {self.conditions.model}", self.summary(), self._table(_COLUMNS), _NOTES]
         parts += ["## What drafts allow behind the first token", self._table(_COST_COLUMNS)]
         if len(self.by_group) > 1:
@@ -154,12 +154,12 @@ class ComparisonReport:
         return "\n\n".join(parts) + "\n"
 
     def title(self) -> str:
-        """In a few words, for a chart."""
+        """A short title for a chart."""
         known = self.conditions
         return f"{known.model}, {known.num_prompts} prompts, {'compiled' if known.compile else 'not compiled'}"
 
     def summary(self) -> str:
-        """In a line, what was decoded and how."""
+        """One line: what was decoded and how."""
         known, sampling = self.conditions, self.conditions.sampling
         decoding = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
         texts = f"{known.num_prompts} prompts, {sampling['max_new_tokens']} new tokens at the most"
@@ -185,7 +185,7 @@ class ComparisonReport:
         return ["method", *_SHORT_COLUMNS], self._cells(_SHORT_COLUMNS)
 
     def _busy(self) -> list[str]:
-        """Whether figures are a busy machine's."""
+        """A note if the machine was busy."""
         share = self.overall[BASELINE].cpu_share / self.conditions.threads
         note = busy_note("Ordinary decoding", share) if self.conditions.device == "cpu" else None
         return [f"{note} Methods with processes of their own may have had another share."] if note else []
@@ -243,7 +243,7 @@ def _group_cell(figures: MethodFigures | None) -> str:
 
 
 def _rule(row: MethodRow) -> str | None:
-    """The stopping rule, of LayerSkip and AdaSPEED with no other setting."""
+    """The stopping rule of LayerSkip or AdaSPEED without other settings."""
     if row.method == "layerskip" and not row.settings:
         return "constant"
     if row.method != "adaspeed" or set(row.settings) - {"stopping"}:
@@ -274,5 +274,5 @@ def _spread(values: Spread | None) -> str:
 
 
 def _share(value: float) -> str:
-    """A share that says "all" of nothing less."""
+    """A share's text; "all" only if it is 1."""
     return "all" if value == 1 else f"{min(value, 0.9999):.2%}"

@@ -19,8 +19,8 @@ _PRESETS: Mapping[str, Sequence[str]] = {
     "ppd": ("ppd:k=1",),
     "adaspeed": ("adaspeed:stopping=confidence", "adaspeed:stopping=product", "adaspeed:stopping=probe"),
 }
-"""What "all" makes of a method, where that is not the method with its defaults. LayerSkip's own rule is of constant
-length: with it, AdaSPEED's three make the comparison of that paper's Table I."""
+"""What "all" makes of a method, unless that is the method with its defaults. LayerSkip's own rule is constant length:
+with it, AdaSPEED's three rules make the comparison of that paper's Table I."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
 _FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config")
@@ -32,7 +32,7 @@ class MethodRow:
     """A method with settings."""
 
     label: str
-    """As it is asked for: the method's name, a colon, and settings with semicolons between them."""
+    """The text that asks for it: a method's name, a colon, and settings separated by semicolons."""
     method: str
     settings: Mapping[str, Any]
     required: bool = True
@@ -58,10 +58,10 @@ def presets() -> tuple[str, ...]:
 
 
 def parse_rows(text: str) -> list[MethodRow]:
-    """The rows that a text asks for, each once, ordinary decoding first, asked for or not.
+    """The rows of a text, each once, with ordinary decoding first in any case.
 
     Raises:
-        ValueError: for a method that there is not, or settings that are none.
+        ValueError: for an unknown method, or malformed settings.
     """
     labels = [part.strip() for part in text.split(",")]
     rows = [_row(label) for label in labels if label != ALL]
@@ -94,7 +94,7 @@ def check_rows(
 
 
 def full_settings(row: MethodRow) -> dict[str, Any]:
-    """The row's settings, those that it has for every comparison among them."""
+    """The row's settings, with those for every comparison."""
     return {**(_LAYOUT if row.method == "ppd" else {}), **row.settings}
 
 
@@ -140,7 +140,7 @@ def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
 
 @contextlib.contextmanager
 def _known_in_rows() -> Iterator[None]:
-    """Name no setting as a way out that a row cannot have."""
+    """Advise no setting that a row cannot have."""
     try:
         yield
     except UnknownSettingError as error:

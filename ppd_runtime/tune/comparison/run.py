@@ -1,4 +1,4 @@
-"""A comparison at work: all methods on a prompt, then on the next; what is measured is kept when it is interrupted."""
+"""Runs a comparison: all methods on a prompt, then on the next; an interruption keeps what is measured."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Task:
     """A prompt in one round."""
 
     number: int
-    """Of all tasks, from 0."""
+    """Among tasks, from 0."""
     seed: int
     group: str
     token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class TaskResult:
 
 
 class ComparisonRun:
-    """Decodes every prompt with every method and keeps the results of each prompt as soon as they are there.
+    """Decodes every prompt with every method and keeps the results of each prompt at once.
 
     Each prompt begins with another method, in turn. A first run of every method is dropped.
 

@@ -1,7 +1,7 @@
 """Transformers' own ways of drafting and verifying, timed from outside: `assistant_early_exit` and prompt lookup.
 
-Greedy `generate` with a streamer, which is told of the tokens that each verification gave, and a hook on the model's
-passes, which sees what is to be verified and when.
+Runs greedy `generate` with a streamer, which gets the tokens of each verification, and a hook on the model's passes,
+which sees what is verified and when.
 """
 
 import inspect
@@ -76,7 +76,7 @@ TRANSFORMERS_METHODS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], Argu
 
 
 def load_whole(info: ModelInfo, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model as transformers has it."""
+    """The model in transformers."""
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(info.folder, dtype=getattr(torch, dtype), trust_remote_code=False)
     return model.to(device).eval()
@@ -106,7 +106,7 @@ class TransformersMethod:
         return tuple(output[0, len(prompt_ids) :].tolist()), watch.run()
 
     def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, watch: "_Watch") -> Tensor:
-        # What drafting is to do is read from the model's own configuration, what to generate from the call's.
+        # Drafting settings come from the model's own configuration, generation settings from the call's.
         eos = None if params.ignore_eos else self._eos_token_ids
         shared = {"eos_token_id": eos, "pad_token_id": 0, **_changes_of_scores(params)}
         own = {name: value for name, value in self._arguments.items() if name.startswith(("num_", "assistant_conf"))}
@@ -122,7 +122,7 @@ class TransformersMethod:
 
 
 def _changes_of_scores(params: SamplingParams) -> Arguments:
-    """What changes greedy choices, under `generate`'s own names."""
+    """What changes greedy choices, by `generate`'s names."""
     said = {name: getattr(params, name) for name in FROM_THE_MODEL if name not in ("top_k", "top_p", "min_p")}
     return {name: _as_lists(value) for name, value in said.items() if value is not None}
 
@@ -132,7 +132,7 @@ def _as_lists(value: Any) -> Any:
 
 
 class _Watch:
-    """Times of a call of `generate`: where each verification begins, and where its tokens are known."""
+    """Times in a call of `generate`: when each verification begins, and when its tokens are known."""
 
     def __init__(self, model: PreTrainedModel, depth: int) -> None:
         self._model, self._depth = model, depth
@@ -153,14 +153,14 @@ class _Watch:
             self._passes.append((time.perf_counter(), feed["input_ids"].shape[1]))
 
     def put(self, tokens: Tensor) -> None:
-        """The streamer's: the prompt first, then what each verification gave."""
+        """Called by `generate` with the prompt, then with new tokens."""
         self._puts.append((time.perf_counter(), tokens.numel()))
 
     def end(self) -> None:
-        """The streamer's: that was all."""
+        """Called by `generate` last."""
 
     def run(self) -> TextRun:
-        """What was seen. The first pass is the prompt's, and verifies a draft too, which is not counted as one."""
+        """The run as seen. The first pass is the prompt's; it also verifies a draft, which is not counted."""
         _, (first_at, first_tokens), *later = self._puts
         lengths = tuple(tokens for _, tokens in later)
         before = [first_at, *(at for at, _ in later)]

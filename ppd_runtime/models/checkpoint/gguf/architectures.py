@@ -1,4 +1,4 @@
-"""The architectures of GGUF files: the library's class of each, its settings, and how its tensors differ.
+"""The architectures of GGUF files: their classes in transformers, their settings, how tensors differ.
 
 A row says what llama.cpp's converter makes of the library's model, and so what has to be undone. The library's defaults
 are those of one model, so each setting that a class has is set.
@@ -21,41 +21,41 @@ from ppd_runtime.models.checkpoint.gguf.metadata import (
 from ppd_runtime.models.checkpoint.gguf.reader import GGUF, shown
 
 Settings = Mapping[str, Any]
-"""Fields of the library's configuration: values, or what reads them."""
+"""Fields of the library's configuration: values or readers."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a GGUF file of an architecture is here."""
+    """How a GGUF file of an architecture is read."""
 
     model_type: str
     """The library's."""
     settings: Settings
-    """Of its configuration, beside those that all have."""
+    """Configuration fields beside those that all have."""
     interleaved: bool = False
-    """Whether the two numbers that rotary turns together stand side by side in queries and keys."""
+    """Whether the two numbers of a rotary pair are adjacent in queries and keys."""
     norms_plus_one: bool = False
-    """Whether norms have 1 added to their weights."""
+    """Whether 1 was added to the norms' weights."""
     turned_experts: bool = False
-    """Whether the class has experts' matrices turned, and gate and up side by side."""
+    """Whether the class transposes experts' matrices and interleaves gate and up."""
     partial_rotary: bool = False
-    """Whether rotary may turn a part of a head alone."""
+    """Whether rotary may turn only a part of a head."""
     rotary_of_windows: bool = False
     """Whether layers with and without a window have rotary settings of their own."""
     theta_of_windows: float | None = None
-    """Of layers with a window, unless the file says it; None: the other layers'."""
+    """The default theta of layers with a window; None: the other layers' theta."""
     yarn: Settings = field(default_factory=dict)
-    """What the class has besides in a scaling by YaRN."""
+    """Further settings of the class for YaRN scaling."""
     table_scales: tuple[str, ...] = ()
-    """What the class calls the factor of rotary's tables, where it does not find one itself."""
+    """The class's names for the rotary tables' factor, if it computes none itself."""
     windows: int | None = None
-    """Where some layers have windows: the period, unless the file says it, whose last layer has none."""
+    """If some layers have windows: the default period, whose last layer has none."""
     has_windows: bool = False
-    """Whether they have them though the file does not say of how many tokens."""
+    """Whether layers have windows even if the file gives no length."""
     instead: Mapping[str, "Architecture"] = field(default_factory=dict)
-    """What a file is that has one of these keys."""
+    """The row of a file with one of these keys."""
     fixed: Mapping[str, float] = field(default_factory=dict)
-    """Keys whose values the class has in its code."""
+    """Keys whose values the class hard-codes."""
     ignored: tuple[str, ...] = ()
     """Keys that change nothing."""
 
@@ -89,7 +89,7 @@ def _feed_forward_of_experts(about: Metadata) -> int:
 
 
 def _gemma_scale(layers_of_27b: int) -> Setting:
-    """The number whose root attention divides by: the file does not say it, models of 27 B have their own."""
+    """The number whose root divides attention scores; not in the file, and different in 27 B models."""
 
     def scale(about: Metadata) -> int:
         hidden, heads = about.whole("embedding_length"), about.whole("attention.head_count")
@@ -276,8 +276,7 @@ def values_of(settings: Settings, about: Metadata) -> dict[str, Any]:
 
 
 def architecture_of(gguf: GGUF) -> tuple[Architecture, Metadata]:
-    """A file's architecture, and what it says of its model; raises ValueError for another file than a whole model of an
-    architecture that is read."""
+    """A file's architecture and metadata; ValueError unless it is a whole model of a supported architecture."""
     name, kind = gguf.metadata.get("general.architecture"), gguf.metadata.get("general.type", "model")
     if not isinstance(name, str):
         raise ValueError("lacks general.architecture; convert the model again with llama.cpp")

@@ -1,4 +1,4 @@
-"""Quantised tensors of GGUF files: what the bytes of each type's blocks hold.
+"""Quantised tensors of GGUF files: the byte layout of each type's blocks.
 
 The types are described in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
@@ -11,20 +11,20 @@ import numpy as np
 from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, Array, Numbers
 
 _Parts = tuple[Array, Array | None]
-"""Whole numbers for scales, `[blocks, groups · halves]`, and those for minimums."""
+"""Integers for scales, `[blocks, groups · halves]`, and integers for minimums."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Where things lie in a block."""
+    """The layout of a block."""
 
     fields: Mapping[str, int]
-    """Bytes of each, in their order: of scale `d`, minimum `m`, `parts`, and planes `q`, `h` of codes."""
+    """Bytes of each field, in order: scale `d`, minimum `m`, `parts`, and code planes `q` and `h`."""
     runs: Sequence[int]
-    """Of each plane: so many bytes hold, in their lowest bits, as many inputs, in the next bits those that follow."""
+    """Each plane's run: n bytes hold n inputs in their lowest bits, and the next n inputs in the next bits."""
     parts: Callable[[Array], _Parts] | None = None
     adds: bool = False
-    """Whether the minimum is added instead of taken away."""
+    """Whether the minimum is added instead of subtracted."""
 
 
 def _nibbles(parts: Array) -> _Parts:
@@ -36,7 +36,7 @@ def _signed(parts: Array) -> _Parts:
 
 
 def _six_bits(parts: Array) -> _Parts:
-    """Eight numbers of six bits, and eight of the minimums'; the two highest bits of the last four lie apart."""
+    """Eight scales and eight minimums of six bits; the two highest bits of the last four are stored apart."""
     first, second, rest = np.split(parts, 3, axis=-1)
     scales = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], axis=-1)
     return scales, np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], axis=-1)
@@ -72,11 +72,11 @@ _BLOCKS: Mapping[str, _Block] = {
 QUANTISED_TYPES: Mapping[str, tuple[int, int]] = {
     name: (NUMBER_FORMATS[name].inputs, sum(block.fields.values())) for name, block in _BLOCKS.items()
 }
-"""Numbers and bytes of a block, by the quantised types that are read."""
+"""Numbers and bytes of a block, by supported quantised type."""
 
 
 def numbers_of(rows: Array, kind: str) -> Numbers:
-    """What rows of blocks hold, uint8 `[rows, bytes of a row]`."""
+    """Decode rows of blocks, uint8 `[rows, bytes of a row]`."""
     form, block, (_, size) = NUMBER_FORMATS[kind], _BLOCKS[kind], QUANTISED_TYPES[kind]
     blocks, found, begin = rows.reshape(-1, size), dict[str, Array](), 0
     for name, length in block.fields.items():
@@ -86,7 +86,7 @@ def numbers_of(rows: Array, kind: str) -> Numbers:
         codes = codes | _spread(found[plane], bits, run) << np.uint8(shift)
         shift += bits
     if kind == "Q8_0":
-        codes ^= 0x80  # whole numbers with a sign
+        codes ^= 0x80  # signed integers
     scales, minimums = found["d"].copy(), found["m"].copy().view(np.uint16) if form.has_minimum else None
     if minimums is not None and block.adds:
         minimums ^= 0x8000
@@ -103,7 +103,7 @@ def numbers_of(rows: Array, kind: str) -> Numbers:
 
 
 def _spread(content: Array, bits: int, run: int) -> Array:
-    """The codes of so many bits that rows of bytes hold, `[rows, codes]`; `run` is as in `_Block`."""
+    """The codes of `bits` bits in rows of bytes, `[rows, codes]`; `run` is as in `_Block`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = content.reshape(len(content), -1, 1, run)
     return ((runs >> shifts) & np.uint8(2**bits - 1)).reshape(len(content), -1)

@@ -1,4 +1,4 @@
-"""A GGUF model's config.json, out of its metadata and the names and shapes of its tensors."""
+"""Makes a GGUF model's config.json from its metadata and its tensors' names and shapes."""
 
 from collections.abc import Mapping
 
@@ -20,12 +20,12 @@ def config_of(about: Metadata, architecture: Architecture, factors: Mapping[str,
     """The configuration of a model.
 
     Args:
-        about: what its file says; every setting there is read, or refused.
+        about: the file's metadata; each setting is read or refused.
         architecture: the row of its architecture.
-        factors: the file's tensors by which rotary's frequencies are divided, by name.
+        factors: the file's tensors that divide rotary frequencies, by name.
 
     Raises:
-        ValueError: for settings that contradict each other, or that are not read.
+        ValueError: for settings that contradict each other or are not supported.
     """
     sizes = _sizes(about)
     settings = {

@@ -33,34 +33,33 @@ _FORMAT = 1
 _RECIPE = 0  # its numbers and scales were chosen by another program
 _PATIENCE_S = 1800.0  # for another process that writes the same model
 _TAKES_LONG = 2**28
-"""Bytes of weights from which on a start says why it takes a while."""
+"""From this many bytes of weights, a start logs why it takes long."""
 _UNUSED_S, _ORPHANED_S, _TOUCH_S = 14 * 24 * 3600.0, 24 * 3600.0, 3600.0
-"""As for other kept copies: those that nobody has opened in this time, or in that where their file has gone or changed,
-go when another is made."""
+"""As with other kept copies, making one removes those unopened for `_UNUSED_S`, or for `_ORPHANED_S` if the file has
+gone or changed."""
 
 
 def is_gguf(model: str) -> bool:
-    """Whether a model's name is that of a GGUF file, which may not be there."""
+    """Whether a model's name is that of a GGUF file, which may not exist."""
     return model.lower().endswith(".gguf") and not os.path.isdir(model)  # noqa: PTH112 (a Path raises for long names)
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a model folder was written out of a GGUF file."""
+    """Whether a model folder was made from a GGUF file."""
     return (folder / _ABOUT).exists()
 
 
 def kept_folder(model: str) -> Path:
-    """The folder of a GGUF file's model, written where there is none yet.
+    """The folder of a GGUF file's model, written if there is none yet.
 
-    Its weights have the file's own numbers. Matrices of few bits keep their formats, each its own; what has few bits in
-    the file but not here, such as stacked experts, is in float32.
+    Its weights have the file's numbers. Each matrix of few bits keeps its format; tensors that have few bits only in
+    the file, such as stacked experts, become float32.
 
     Args:
         model: the file's path, as it was given.
 
     Raises:
-        ValueError: for a file that is not there, is damaged, or holds what is not read; or where the folder cannot be
-            written.
+        ValueError: for a file that is missing, damaged or not supported; or if the folder cannot be written.
     """
     path = Path(model)
     if not path.is_file():
@@ -93,7 +92,7 @@ def kept_folder(model: str) -> Path:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What a folder is made of; it is named by that."""
+    """A folder's ingredients, which give its name."""
     beside = path.parent / BESIDE
     files = [*parts_of(path), *([beside] if beside.exists() else [])]
     return {"format": [_FORMAT, LAYOUT], "files": [[str(file.resolve()), *version_of(file)] for file in files]}
@@ -141,7 +140,7 @@ def _check_room(num_bytes: int, place: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder is there, with the files that were written."""
+    """Whether the folder exists, with the files that were written."""
     try:
         checksums = read_json(folder / _ABOUT)["checksums"]
         return all(has_checksum(folder / name, value) for name, value in checksums.items())
@@ -150,9 +149,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _count_as_used(folder: Path) -> None:
-    """So that it is not removed as unused."""
+    """Mark the folder as recently opened."""
     about = folder / _ABOUT
-    with contextlib.suppress(OSError):  # a folder that can be read only
+    with contextlib.suppress(OSError):  # a read-only folder
         if time.time() - about.stat().st_mtime > _TOUCH_S:
             os.utime(about)
 
@@ -160,7 +159,7 @@ def _count_as_used(folder: Path) -> None:
 def _remove_unused(place: Path) -> None:
     """Remove folders that nobody opens any more, and what a killed process left."""
     for old in place.iterdir():
-        with contextlib.suppress(OSError, ValueError):  # somebody else's turn
+        with contextlib.suppress(OSError, ValueError):  # another removes it
             about = old / _ABOUT
             used = (about if about.exists() else old).stat().st_mtime
             if old.is_dir() and time.time() - used > (_UNUSED_S if _is_of_use(about) else _ORPHANED_S):

@@ -1,4 +1,4 @@
-"""The keys of a GGUF file's architecture, checked as they are asked for; what nobody asks for is refused by name."""
+"""Keys of a GGUF file's architecture: each is checked when read, and one that nobody reads is refused by name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ _OF_NO_MEANING = ("tensor_data_layout", "rope.scaling.finetuned")
 
 
 class Metadata:
-    """What a file says of its model, and its tensors by name."""
+    """A file's metadata, and its tensors by name."""
 
     def __init__(self, gguf: GGUF, architecture: str) -> None:
         self.architecture = architecture
@@ -22,12 +22,12 @@ class Metadata:
         self._values, self._asked = gguf.metadata, set[str](_OF_NO_MEANING)
 
     def has(self, key: str) -> bool:
-        """Whether the file says it, and something else than zero or an empty text."""
+        """Whether the file has the key, and not zero or an empty text."""
         value = self._get(key)
         return value is not None and (isinstance(value, np.ndarray | list) or bool(value))
 
     def whole(self, key: str, default: int | None = None, most: int = _MOST) -> int:
-        """A whole number from 1 to `most`; where the file has one for each layer, the one that they share."""
+        """A whole number from 1 to `most`; if the file has one per layer, the one they share."""
         value = self._one(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise self._odd(key, value)
@@ -57,7 +57,7 @@ class Metadata:
         return default if value is None else value
 
     def pattern(self, key: str, default: int, layers: int) -> list[bool]:
-        """Which layers are of a kind: one truth value for each, or a period whose last layer alone is not of it."""
+        """Which layers are of a kind: a truth value for each, or a period in which only the last layer is not."""
         value = self._get(key)
         if isinstance(value, np.ndarray):
             if len(value) != layers or not np.isin(value, (0, 1)).all():
@@ -67,7 +67,7 @@ class Metadata:
         return [(layer + 1) % period != 0 for layer in range(layers)]
 
     def expect(self, key: str, expected: float) -> None:
-        """Raise ValueError where the file says something else of what is not settled otherwise."""
+        """Raise ValueError if the file has the key with another value than expected."""
         value = self._get(key)
         if value is not None and (
             isinstance(value, str | list | np.ndarray) or not math.isclose(value, expected, rel_tol=1e-6)
@@ -75,11 +75,11 @@ class Metadata:
             raise self._odd(key, value)
 
     def ignore(self, key: str) -> None:
-        """Count a key as read that changes nothing here."""
+        """Mark a key that changes nothing as read."""
         self._asked.add(key)
 
     def check_read(self) -> None:
-        """Raise ValueError for a setting of the architecture that nobody has asked for, unless it is zero."""
+        """Raise ValueError for a setting of the architecture that was not read, unless it is zero."""
         for key, value in self._values.items():
             name = key.removeprefix(f"{self.architecture}.")
             if name != key and name not in self._asked and not (isinstance(value, int | float) and not value):
@@ -112,7 +112,7 @@ def short(value: object) -> str:
 
 
 Setting: TypeAlias = Callable[[Metadata], Any]
-"""What gives a field of the library's configuration."""
+"""Reads a field of the library's configuration."""
 
 
 def whole(key: str, default: int | None = None) -> Setting:
@@ -126,7 +126,7 @@ def number(key: str, default: float | None = None) -> Setting:
 
 
 def number_or_none(key: str) -> Setting:
-    """The number of a key; None where the file has none, or zero."""
+    """The number of a key; None if the file has none, or zero."""
     return lambda about: about.number(key) if about.has(key) else None
 
 

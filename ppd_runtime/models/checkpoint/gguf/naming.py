@@ -1,4 +1,4 @@
-"""Where the library's tensors lie in a GGUF file: what they are called there, and of what they are put together."""
+"""Finds the library's tensors in a GGUF file: their names there, and the parts they are put together from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from ppd_runtime.models.checkpoint.gguf.reader import StoredTensor
 
 Shape: TypeAlias = tuple[int, ...]
 Finish: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
-"""What makes the library's rows of some neighbouring runs, in floats."""
+"""Makes the library's rows from some neighbouring runs, in floats."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring rows of a stored tensor; of a vector each number is a row."""
+    """Neighbouring rows of a stored tensor; in a vector each number is a row."""
 
     of: StoredTensor
     first: int
@@ -27,30 +27,30 @@ class Run:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the library's comes from: runs of rows, one after the other."""
+    """Where a tensor of the library comes from: consecutive runs of rows."""
 
     shape: Shape
     """The library's."""
     runs: Sequence[Run]
     head_dim: int | None = None
-    """Rows of a head, where those that rotary turns together have to be parted."""
+    """Rows of a head, if its rotary pairs have to be separated."""
     finish: Finish | None = None
     together: int = 1
     """Runs that `finish` takes at once."""
 
     @property
     def kinds(self) -> set[str]:
-        """The types that it has in the file."""
+        """The types of its runs in the file."""
         return {run.of.kind for run in self.runs}
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Tensors of the file that make one of the library's: of each group some rows of each of them, in turn."""
+    """File tensors that make one library tensor: each group takes rows of every tensor in turn."""
 
     names: Sequence[str]
     shape: Callable[[Shape], Shape] = lambda shape: shape
-    """Of each, by the library's shape."""
+    """Library shape to file shape."""
     finish: Finish | None = None
 
 
@@ -63,7 +63,7 @@ def _half_turned(shape: Shape) -> Shape:
 
 
 def _side_by_side(halves: Sequence[Tensor]) -> Tensor:
-    """Numbers of two rows in turn."""
+    """Two rows, interleaved."""
     return stack(tuple(halves), dim=-1).flatten(-2)
 
 
@@ -81,7 +81,7 @@ _PARTS: Mapping[str, Sequence[_Parts]] = {
     "shared_mlp.input_linear.weight": (_Parts(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), _half_the_rows),),
     "self_attn.sinks": (_Parts(("attn_sinks.weight",)),),
 }
-"""By the ends of the library's names: what its checkpoints do not have so, in the forms that files have it in."""
+"""By endings of library names: tensors that its checkpoints store differently, in the forms of files."""
 _TURNED_EXPERTS: Mapping[str, Sequence[_Parts]] = {
     "experts.gate_up_proj": (
         _Parts(
@@ -117,7 +117,7 @@ class Naming:
         """Where one of the library's tensors comes from.
 
         Raises:
-            ValueError: for a tensor that lacks, or has another shape.
+            ValueError: if a tensor is missing or has another shape.
         """
         layer, part = _split(name)
         if fused := self._of_fused(layer, part, shape):
@@ -143,7 +143,7 @@ class Naming:
         return Source(shape, runs, self._head_dim(part), parts.finish, len(found))
 
     def _of_fused(self, layer: str, part: str, shape: Shape) -> Source | None:
-        """Queries, keys or values, where the file has them in one tensor."""
+        """Queries, keys or values, if the file has them in one tensor."""
         module, _, kind = part.rpartition(".")
         name = f"blk.{layer}.attn_qkv.{kind}"
         if module not in _FUSED or name not in self._about.tensors:
@@ -156,7 +156,7 @@ class Naming:
         return Source(shape, [Run(of, sum(counts[:number]), counts[number])], self._head_dim(part))
 
     def _head_dim(self, part: str) -> int | None:
-        """Rows of a head that are parted."""
+        """See `Source.head_dim`."""
         turned = self._architecture.interleaved and part.rpartition(".")[0] in _ROTARY
         return self._config.head_dim if turned else None
 
@@ -169,7 +169,7 @@ class Naming:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The layer's number and the part's name; no number for what belongs to none."""
+    """The layer's number and the part's name; outside layers the number is empty."""
     if not name.startswith("model.layers."):
         return "", name
     _, _, layer, part = name.split(".", 3)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: its metadata, and where its tensors lie.
+"""Reads a GGUF file's metadata and where its tensors lie.
 
 Every length, count and offset is compared with the file's size before anything is read or allocated. The format is
 described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -18,19 +18,19 @@ import numpy as np
 from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED_TYPES
 
 Value: TypeAlias = int | float | bool | str | list[str] | np.ndarray[Any, Any]
-"""Of metadata: a number, a text, texts, or an array of numbers."""
+"""Metadata: a number, a text, texts, or an array of numbers."""
 
 BLOCKS: Mapping[str, tuple[int, int]] = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **QUANTISED_TYPES}
-"""Numbers and bytes of a block, by the types of tensors that are read."""
+"""Numbers and bytes of a block, by supported tensor type."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 """Names of a model's parts."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
-_ALIGNMENT = 32  # bytes, where the file names no other
+_ALIGNMENT = 32  # bytes, if the file names no other
 _MOST_HEADER = 2**27  # bytes before the tensors' own
 _MOST_TEXT, _MOST_NAME = 2**24, 2**8  # bytes
-_MOST_VALUES = 2**22  # of an array
+_MOST_VALUES = 2**22  # in an array
 _MOST_DIMENSIONS = 4
 
 
@@ -43,20 +43,20 @@ class StoredTensor:
     kind: str
     """Its type, such as Q8_0."""
     shape: tuple[int, ...]
-    """Rows first, as PyTorch has it."""
+    """Rows first, as in PyTorch."""
     start: int
     """Its first byte, from the beginning of the file."""
     num_bytes: int | None
-    """None for a type that is not read."""
+    """None for an unsupported type."""
 
     @property
     def rows(self) -> int:
-        """Its rows; of a vector each number is one."""
+        """Rows; in a vector each number is one."""
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, of a tensor whose type is read."""
+        """Bytes of a row, if the type is supported."""
         return (self.num_bytes or 0) // self.rows
 
 
@@ -70,7 +70,7 @@ class GGUF:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model, by the name of one of them; raises ValueError where one is not there."""
+    """The files of a model, found by the name of one; raises ValueError if one is missing."""
     found = _PART.fullmatch(path.name)
     if not found:
         return [path]
@@ -85,11 +85,11 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """What a file says of itself, or a model's parts, of which this is one; their tensors' numbers are not read.
+    """Read the header of a file, or of all parts of a model if this is one; reads no tensors' numbers.
 
     Raises:
-        ValueError: for a file that is none, is of another version or byte order, is cut short, or contradicts itself;
-            for a part that is not there, or does not belong to the others.
+        ValueError: for a file that is not GGUF, has another version or byte order, is cut short, or contradicts itself;
+            for a part that is missing or does not belong to the others.
     """
     paths = parts_of(path)
     if len(paths) == 1:
@@ -123,7 +123,7 @@ def _read(path: Path) -> GGUF:
 
 
 def _check_part(part: GGUF, number: int, count: int) -> None:
-    """Compare a file with what its name says of it."""
+    """Check a file's part number against its name."""
     said, of = part.metadata.get("split.no", 0), part.metadata.get("split.count", 1) or 1
     if (said, of) != (number, count):
         if count == 1:
@@ -180,7 +180,7 @@ class _Reader:
         return value
 
     def _count(self, least_bytes: int, most: int = _MOST_VALUES) -> int:
-        """How many things follow that take so many bytes each at the least."""
+        """How many entries follow, each of at least `least_bytes` bytes."""
         count: int = self._number("Q")
         if count > most or count * least_bytes > self._size - self._at:
             raise ValueError(f"is cut short or damaged: it says that {count} entries follow")
@@ -216,7 +216,7 @@ class _Reader:
         return bool(truth)
 
     def _tensor(self, path: Path) -> StoredTensor:
-        """One whose start is counted from where the tensors' bytes begin."""
+        """A tensor; its `start` counts from where tensors' bytes begin."""
         name = self._text(_MOST_NAME, "name")
         dimensions = self._number("I")
         if not 0 < dimensions <= _MOST_DIMENSIONS:
@@ -235,7 +235,7 @@ class _Reader:
         return StoredTensor(path, name, kind, shape, start, math.prod(shape) // numbers * size)
 
     def _placed(self, tensors: Iterable[StoredTensor], alignment: int) -> dict[str, StoredTensor]:
-        """The tensors by name with their places in the file, which are checked."""
+        """The tensors by name, with checked places in the file."""
         data_at = self._at + -self._at % alignment
         found, end = dict[str, StoredTensor](), data_at
         for tensor in tensors:
@@ -255,7 +255,7 @@ class _Reader:
 
 
 def _type_name(number: int) -> str:
-    """What a type of tensors is called."""
+    """The name of a tensor type."""
     import gguf  # only a file that is opened for the first time needs it
 
     numbers = gguf.GGMLQuantizationType
@@ -263,7 +263,7 @@ def _type_name(number: int) -> str:
 
 
 def _code(kind: int) -> str:
-    """Python's code of a number's type."""
+    """`struct`'s code of a number type."""
     if kind == _ARRAY:
         raise ValueError("has arrays of arrays in its metadata, which are not read")
     if kind not in _NUMBERS:
@@ -272,7 +272,7 @@ def _code(kind: int) -> str:
 
 
 def _alignment(metadata: Mapping[str, Value]) -> int:
-    """Bytes of which tensors' starts are multiples."""
+    """Tensors start at multiples of these bytes."""
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment not in [2**power for power in range(3, 21)]:
         raise ValueError(f"is damaged: general.alignment is {str(alignment)[:40]}")

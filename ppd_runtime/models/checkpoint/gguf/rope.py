@@ -1,4 +1,4 @@
-"""What a GGUF file says of rotary positions, as the library's `rope_parameters`."""
+"""Reads a GGUF file's rotary settings as the library's `rope_parameters`."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ FACTORS, LONG_FACTORS, SHORT_FACTORS = (f"rope_{name}.weight" for name in ("freq
 _KINDS = ("none", "linear", "yarn", "longrope")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
-"""Positions that Llama 3 was trained for before they were scaled: the file does not say so."""
+"""Positions that Llama 3 was trained for before scaling; the file does not say."""
 _CLOSE = 1e-5
 _ORIGINAL = "rope.scaling.original_context_length"
 
@@ -30,10 +30,10 @@ def rope_parameters(
         about: what the file says.
         architecture: its row.
         head_dim: numbers of a head.
-        factors: the file's tensors of factors by which frequencies are divided, by name.
+        factors: the file's tensors that divide rotary frequencies, by name.
 
     Raises:
-        ValueError: for settings that contradict each other, or that are not read.
+        ValueError: for settings that contradict each other or are not supported.
     """
     theta = about.number("rope.freq_base", 10000.0)
     plain = {"rope_theta": theta, **_turned_part(about, architecture, head_dim)}
@@ -100,7 +100,7 @@ def _yarn(about: Metadata) -> dict[str, Any]:
 
 
 def _longrope(about: Metadata, architecture: Architecture, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Factors of their own for texts up to the positions that the model was first trained for, and for longer ones."""
+    """LongRoPE: one set of factors up to the originally trained positions, and one for longer texts."""
     scaled: dict[str, Any] = {"rope_type": "longrope"}
     for field, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
         if name not in factors:
@@ -117,12 +117,12 @@ def _longrope(about: Metadata, architecture: Architecture, factors: Mapping[str,
 
 
 def _table_factor(said: float, usual: float) -> dict[str, float]:
-    """By what rotary's tables are multiplied, unless it is the usual: that the library finds, with more digits."""
+    """The factor of rotary's tables, unless it is the usual one, which the library computes with more digits."""
     return {"attention_factor": said} if np.float32(said) != np.float32(usual) else {}
 
 
 def _by_factors(about: Metadata, theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
-    """Llama 3's scaling, where the factors are its own; else the factors themselves."""
+    """Llama 3's scaling, if the factors match it; else the factors themselves."""
     context = about.whole(_ORIGINAL, _LLAMA3_CONTEXT)
     numbers = _checked(FACTORS, factors)
     if len(numbers) != head_dim // 2:
@@ -135,7 +135,7 @@ def _by_factors(about: Metadata, theta: float, head_dim: int, factors: Tensor) -
 
 
 def _llama3(theta: float, head_dim: int, context: int, factors: Tensor) -> dict[str, Any] | None:
-    """Llama 3's scaling, as the library calls it, that divides frequencies by these factors; None: there is none."""
+    """The library's Llama 3 scaling that divides frequencies by these factors; None if there is none."""
     waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     low, high = _LLAMA3.values()
     smooth = ((context / waves - low) / (high - low)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""A GGUF model's tensors as a safetensors file: the same numbers, by the library's names and in its order of rows."""
+"""Writes a GGUF model's tensors as safetensors: the same numbers, with the library's names and order of rows."""
 
 import math
 import os
@@ -47,20 +47,20 @@ class _Written:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What is written: tensors by the library's names in the order in which a pass reads them."""
+    """What is written: tensors by the library's names, in the order that a pass reads them."""
 
     written: Mapping[str, _Written]
     dtype: torch.dtype
-    """Holds every number of the file, where its matrices are floats; else float32, in which states are."""
+    """Holds every number of the file if its matrices are floats; else float32, the dtype of states."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether any matrix is."""
+        """Whether any is packed."""
         return any(each.form for each in self.written.values())
 
     @property
     def head(self) -> str:
-        """What the head's weights are called."""
+        """The name of the head's format."""
         return MIXED if self.written.get(HEAD, self.written[EMBEDDING]).form else FLOATS
 
     @property
@@ -72,8 +72,8 @@ class TensorPlan:
         """Write the tensors, a block of rows at a time; `about` is text for readers.
 
         Raises:
-            ValueError: where the GGUF file cannot be read, or a scale is not finite.
-            OSError: where it cannot be written.
+            ValueError: if the GGUF file cannot be read, or a scale is not finite.
+            OSError: if it cannot be written.
         """
         with path.open("wb") as out:
             out.write(header_of({name: (each.dtype, each.shape) for name, each in self.written.items()}, about))
@@ -96,7 +96,7 @@ def check_kinds(gguf: GGUF) -> None:
 
 
 def rope_factors_of(gguf: GGUF) -> dict[str, Tensor]:
-    """The tensors of numbers by which rotary's frequencies are divided, by name."""
+    """The tensors that divide rotary frequencies, by name."""
     found = {name: gguf.tensors[name] for name in _FACTORS if name in gguf.tensors}
     for name, tensor in found.items():
         if len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS or tensor.kind not in _FLOATS:
@@ -105,10 +105,10 @@ def rope_factors_of(gguf: GGUF) -> dict[str, Tensor]:
 
 
 def plan_tensors(gguf: GGUF, naming: Naming, config: PretrainedConfig) -> TensorPlan:
-    """Compare the tensors with those that the library's class has, and decide what each becomes.
+    """Compare the tensors with those of the library's class, and decide what each becomes.
 
     Raises:
-        ValueError: for a tensor that lacks, is of another shape, is unknown, or is a vector of few bits.
+        ValueError: for a tensor that is missing, of another shape, unknown, or a vector of few bits.
     """
     skeleton = skeleton_of(config, config.num_hidden_layers)
     sources = dict[str, Source]()
@@ -134,7 +134,7 @@ def _check_tensors(gguf: GGUF, sources: Iterable[Source], model_type: str) -> No
 
 
 def _form(source: Source) -> NumberFormat | None:
-    """The format that a matrix keeps; None for floats, or where runs do not meet between tiles."""
+    """The format that a matrix keeps; None for floats, or if runs meet inside a tile."""
     kinds = source.kinds
     if len(kinds) > 1 or source.finish or any(run.count % TILE for run in source.runs[:-1]):
         return None
@@ -152,7 +152,7 @@ def _written(source: Source, form: NumberFormat | None, dtype: torch.dtype) -> _
 
 
 def _narrowest(sources: Collection[Source]) -> torch.dtype:
-    """The half precision of some tensors, where it holds the numbers of all others too; else float32."""
+    """The half precision of some tensors, if it holds all other tensors' numbers too; else float32."""
     kinds = {kind for source in sources for kind in source.kinds}
     halves = {_FLOATS[kind] for kind in kinds & {"F16", "BF16"}}
     if len(halves) != 1 or not kinds <= {*_FLOATS}:
@@ -186,7 +186,7 @@ def _written_rows(each: _Written) -> Iterator[Tensor]:
 
 
 def _rows(run: Run, source: Source, form: NumberFormat | None) -> Iterator[Tensor]:
-    """A run's rows, so many at a time as are packed and parted together."""
+    """A run's rows, as many at a time as are packed and parted together."""
     size = run.of.row_bytes
     at_once = math.lcm(TILE, source.head_dim or 1)
     step = max(1, _BLOCK // (size * at_once)) * at_once
@@ -202,7 +202,7 @@ def _rows(run: Run, source: Source, form: NumberFormat | None) -> Iterator[Tenso
 
 
 def _parted(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Rows of heads in the library's order: first the numbers that rotary turns in each pair, then their partners."""
+    """Rows of heads in the library's order: the first numbers of all rotary pairs, then the second ones."""
     heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
     return heads.swapaxes(1, 2).reshape(rows.shape)
 

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, or one that lies beside it, written as a model folder's.
+"""Writes the tokenizer in a GGUF file, or one beside it, as a model folder's.
 
 Byte-level BPE (`gpt2`) and SentencePiece's BPE with scores (`llama`) are read; a text becomes the tokens that the
 model's own tokenizer makes of it.
@@ -27,7 +27,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # kinds of tokens
 _NOT_MERGED = _UNKNOWN, _CONTROL, _USER_DEFINED
 _MOST_CHARACTERS = 2**10  # of a token
 _TWIN = "\ufdd0"
-"""No character: parts the text of a token from its number, where another token is known by the text alone."""
+"""A non-character between a token's text and its number, if another token has the bare text."""
 _SPACE = "▁"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -37,18 +37,18 @@ _SPECIAL = {
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED_ENDS = {"<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"}
-"""Tokens that end a text for llama.cpp too, where a file names them by their texts alone."""
+"""Tokens that end a text in llama.cpp too, though a file gives only their texts."""
 _PHI = "phi3", "phimoe"
 _PHI4 = "dbrx"
-"""The pre-tokenizer of the one model of these whose special tokens take the space before them too."""
+"""The pre-tokenizer of the Phi model whose special tokens also take the space before them."""
 _KEEPING_SPACE = {"<unk>", "<s>", "<|endoftext|>", "<|endofprompt|>"}
-"""Tokens of the others that do not take the space after them."""
+"""Tokens of other Phi models that leave the space after them."""
 
 
 def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
     """Write the tokenizer's files, and give the tokens that end a text.
 
-    One that lies beside the file is taken where all its tokens are the file's.
+    A tokenizer beside the file is used if all its tokens are the file's.
 
     Args:
         gguf: the file.
@@ -56,7 +56,7 @@ def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
         folder: where a model folder's files are written.
 
     Raises:
-        ValueError: for a tokenizer that is not read, or contradicts itself.
+        ValueError: for a tokenizer that is not supported, or inconsistent.
     """
     tokens = _Tokens(gguf.metadata, vocab_size)
     if tokens.doubled:
@@ -83,7 +83,7 @@ def write_tokenizer(gguf: GGUF, vocab_size: int, folder: Path) -> list[int]:
 
 
 def _beside(path: Path, tokens: "_Tokens") -> Tokenizer | None:
-    """The tokenizer that lies beside the file, where its tokens are the file's; None where there is none."""
+    """The tokenizer beside the file, if its tokens are the file's; None if not, or if there is none."""
     beside = path.parent / BESIDE
     if not beside.exists():
         return None
@@ -105,7 +105,7 @@ class _Tokens:
     def __init__(self, metadata: Mapping[str, Value], vocab_size: int) -> None:
         self._metadata, self._vocab_size = metadata, vocab_size
         self.texts = [text or f"[EMPTY_{number}]" for number, text in enumerate(self._texts("tokens"))]
-        """By their numbers."""
+        """Texts by number."""
         if len(self.texts) > vocab_size:
             raise ValueError(f"is damaged: {len(self.texts)} tokens, and logits for {vocab_size}")
         if any(len(text) > _MOST_CHARACTERS for text in self.texts):
@@ -117,7 +117,7 @@ class _Tokens:
             self.texts[number] = _SPACE * len(self.texts[number])
         often = Counter(self.texts)
         self.doubled = {number for number, text in enumerate(self.texts) if often[text] > 1}
-        """Tokens whose texts others have too, as some makers' files have them: odd, and no damage."""
+        """Tokens that share their text with others: odd, but some makers' files have them."""
         self._names = self._told_apart()
         self._numbers = {name: number for number, name in enumerate(self._names)}
 
@@ -125,8 +125,8 @@ class _Tokens:
         return self._model == "llama" and self._kinds[number] == _USER_DEFINED and set(text) == {" "}
 
     def _told_apart(self) -> list[str]:
-        """The texts; where several tokens have one, it stays that of the one that it becomes: one that the file names,
-        such as its end, else a special one, else the last."""
+        """The texts, made unique. A shared text stays that of the token that it encodes to: one that the file names, as
+        its end, else a special one, else the last."""
         named = {self._number(key) for key in _SPECIAL.values()}
         ranked = sorted(self.doubled, key=lambda n: (n in named, self._kinds[n] in _NOT_MERGED, n))
         chosen = {self.texts[number]: number for number in ranked}
@@ -142,12 +142,12 @@ class _Tokens:
         return str(self._metadata.get(f"{_PREFIX}pre", ""))
 
     def text(self, key: str) -> str | None:
-        """The token of a key such as `eos_token_id`; None where the file names none."""
+        """The token of a key such as `eos_token_id`; None if the file names none."""
         number = self._number(key)
         return self.texts[number] if number is not None and number < len(self.texts) else None
 
     def may_be(self, number: int, text: str) -> bool:
-        """Whether a token has this number in the file, or could have it where the file names no tokens."""
+        """Whether a token has this number in the file, or could have it if the file lists no tokens."""
         if not self.texts:
             return number < self._vocab_size
         return number < len(self.texts) and (self.texts[number] == text or number in self.doubled)
@@ -184,7 +184,7 @@ class _Tokens:
         return tokenizer
 
     def _added(self, text: str) -> AddedToken:
-        """A token that is found in a text before all else; Phi's take the space around them."""
+        """A token that is matched before all others; Phi's take the space around them."""
         of_phi = self._metadata.get("general.architecture") in _PHI
         before = of_phi and self._model == "gpt2" and self._pre == _PHI4
         after = before or (of_phi and text not in _KEEPING_SPACE)
@@ -240,7 +240,7 @@ class _Tokens:
         return tokenizer
 
     def _frame(self, tokenizer: Tokenizer) -> None:
-        """Begin texts with BOS and end them with EOS, where the file has it so."""
+        """Begin texts with BOS and end them with EOS, if the file says so."""
         usual = {"bos": self._words.begun if self._words else True, "eos": False}
         framed = []
         for end, is_usual in usual.items():

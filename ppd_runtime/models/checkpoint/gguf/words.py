@@ -1,6 +1,6 @@
 """How byte-level tokenizers cut a text into words, by the names that GGUF files give them.
 
-Each row is what the models' own tokenizers do, which is not always what llama.cpp does under the name.
+Each row follows the models' own tokenizers, which llama.cpp does not always match under the name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _LARGE, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Words that end where small letters are followed by a capital."""
+    """Words that end where a small letter precedes a capital."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{_LARGE}*{_SMALL}+{ending}|{start}{_LARGE}+{_SMALL}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -51,20 +51,20 @@ class Words:
     """How a text is cut into words."""
 
     cuts: Sequence[str | Any]
-    """One after the other: regular expressions, or the library's own; they see bytes where they say so."""
+    """Regular expressions or the library's own cuts, in order; those after `_TO_BYTES` see bytes."""
     form: str | None = None
-    """Unicode's form that the text is brought into first."""
+    """The Unicode form that texts are normalised to."""
     whole_first: bool = False
-    """Whether words that are tokens are not put together by merges."""
+    """Whether a word that is a token skips the merges."""
     begun: bool = False
-    """Whether a text begins with BOS where the file does not say it."""
+    """Whether a text begins with BOS if the file does not say it."""
 
     def normalizer(self) -> Any:
-        """What brings a text into its form; None where it stays as it is."""
+        """The normalizer of a text; None if it stays as it is."""
         return {None: lambda: None, "NFC": normalizers.NFC, "NFKC": normalizers.NFKC}[self.form]()
 
     def pre_tokenizer(self) -> Any:
-        """What cuts a text into words of bytes."""
+        """Cuts a text into words of bytes."""
         cuts = [*self.cuts] if _TO_BYTES in self.cuts else [*self.cuts, _TO_BYTES]
         own = [pre_tokenizers.Split(Regex(cut), behavior="isolated") if isinstance(cut, str) else cut for cut in cuts]
         return pre_tokenizers.Sequence(own)
@@ -103,4 +103,4 @@ WORDS: Mapping[str, Words] = {
     )
     for name in names.split()
 }
-"""By the names of `tokenizer.ggml.pre`."""
+"""Rows by `tokenizer.ggml.pre`."""
