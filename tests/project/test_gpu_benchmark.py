@@ -102,6 +102,7 @@ def on_a_bare_machine(tmp_path: Path, *options: str) -> dict[str, dict]:
     return lines
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1600)
 def test_every_stage_can_be_tried_on_a_bare_machine_without_a_gpu(tmp_path: Path) -> None:
     lines = on_a_bare_machine(tmp_path)
