@@ -32,7 +32,6 @@ _SAMPLING: Mapping[str, Sequence[Any]] = {
     "n": (0, -1, 129, _MANY, 1.5, "2"),
     "stream": ("yes", 1, []),
     "stream_options": ({"include_usage": True}, 5, {"other": 1}),
-    "user": (5, [], {}),
     "tools": ([{}], 5),
     "logit_bias": ({"5": 101}, {"5": "x"}, {"x": 1}, {"-1": 1}, {str(_MANY): 1}, [5], 5),
     "response_format": ({"type": "json_object"},),

@@ -219,7 +219,7 @@ def test_a_stopped_actor_is_replaced(ray_node, folder, ordinary, monkeypatch, ca
 
 @nightly
 def test_an_actor_that_is_stopped_while_it_starts_has_failed(ray_node, folder, monkeypatch):
-    monkeypatch.setattr(ppd_runtime.launch.ray.workers, "ANSWER_DEADLINE_S", 5.0)
+    monkeypatch.setattr(ppd_runtime.launch.ray.workers, "_LOADING_DEADLINE_S", 5.0)
     stopped = []
     stopper = threading.Thread(target=lambda: stopped.append(_stop_as_it_starts("ray::PPDSub.answer")))
     stopper.start()

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE_S = 5.0
 _BIRTH_DEADLINE_S = 60.0  # as long as Ray itself waits for a process that it has started
+_LOADING_DEADLINE_S = 60.0  # imports beside busy programs keep the thread that answers waiting
 _PATIENCE_S = 0.5
 _COMPILE_S = 1800.0
 _FIND_S = 300.0
@@ -200,7 +201,7 @@ class ActorHandle:
             raise RuntimeError(self._reason())
         if not _has(self._answer):
             here = self._membership.own_node or self._membership.of_the_program
-            deadline = ANSWER_DEADLINE_S if self._has_answered else _BIRTH_DEADLINE_S if here else math.inf
+            deadline = _LOADING_DEADLINE_S if self._has_answered else _BIRTH_DEADLINE_S if here else math.inf
             if self._is_late(deadline):
                 raise RuntimeError(_silent(deadline))
             return False
