@@ -128,9 +128,7 @@ class RuntimeConfig:
     depth is rounded up."""
     workers: int | None = None
     """Sub-processes, at most k; default: k. Fewer than k run their share of the candidates as one pass, on fewer
-    devices. Such passes give the numbers of ordinary decoding but not its bits (a product with several rows sums in
-    another order), and the main process goes on from them. In float32 tokens equal ordinary decoding's all the same; in
-    bfloat16 a near tie may fall the other way (demo model: 0.1 % of tokens greedily, 0.6 % at temperature 1)."""
+    devices. That needs float32: elsewhere a pass with several rows rounds differently, and the setting is refused."""
     exit_head: "str | HeadLike" = SHARED
     """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
     folder. With `stages` a folder of such folders is taken too: each head serves the boundary after its layer, the

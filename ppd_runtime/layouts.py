@@ -75,6 +75,8 @@ class PaperLayout(_Layout):
     """Whether a sub-process runs without exit states if it can."""
     cuts: ClassVar[tuple[int, ...]] = ()
     """There are no borders between stages."""
+    tells_hits: ClassVar[bool] = True
+    """Whether a token's message says which candidate was right; the first stage tells that later."""
     repetitions: ClassVar[bool] = False
     """No candidates come from the text's own repetitions."""
 
@@ -120,6 +122,8 @@ class PaperLayout(_Layout):
 @dataclass(frozen=True)
 class StagedLayout(_Layout):
     """Stages in a row, each with its own layers; the last one, DECIDER, decides."""
+
+    tells_hits: ClassVar[bool] = False
 
     cuts: tuple[int, ...]
     rows: int

@@ -245,14 +245,13 @@ class PPDRuntime(TextGenerator):
         begin = self._numbered(begin)
         ending.start_clock()
         outside, new_tokens, guessable = 0, 0, frozenset(self._specs[-1].guess_tokens)
-        tells_hits = not isinstance(self.layout, StagedLayout)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             for message in closing.each(call.tokens()):
                 last = message.winner == NOT_ASKED
                 new_tokens += 1
                 outside += bool(guessable) and message.token_id not in guessable
-                known = not last and tells_hits  # stages: the first tells later who was right
+                known = not last and self.layout.tells_hits  # stages: the first tells later who was right
                 hit = message.winner != MISS if known else None
                 yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
             with closing.step():

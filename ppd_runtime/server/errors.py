@@ -104,7 +104,7 @@ def refused(error: ValueError | str, field: str | None = None) -> ApiError:
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of pydantic's errors, with the field's name."""
     first = errors[0]
-    place = [_name(part) for part in first["loc"] if part not in _NO_FIELDS]
+    place = [_name(part) for part in _place(first)]
     field = ".".join(place)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}; send an object")
@@ -112,7 +112,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         message = f"{field}{given}: this server does not support it, leave it out"
         return ApiError(400, message, field, "unsupported_parameter")
-    forms = [error["msg"] for error in errors if error["type"] in _OTHER_FORMS and _same_field(error, first)]
+    forms = [error["msg"] for error in errors if error["type"] in _OTHER_FORMS and _place(error) == _place(first)]
     words = (text.removeprefix("Value error, ") for text in dict.fromkeys(forms or [first["msg"]]))
     what = ", or ".join(text[:1].lower() + text[1:] for text in words)
     if not field and first["type"] == "value_error":
@@ -128,7 +128,6 @@ def _name(part: object) -> str:
     return text if _USUAL_NAME.fullmatch(text) else shown(text)
 
 
-def _same_field(error: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return [part for part in error["loc"] if part not in _NO_FIELDS] == [
-        part for part in other["loc"] if part not in _NO_FIELDS
-    ]
+def _place(error: Mapping[str, Any]) -> list[object]:
+    """The field's names and positions, from outside."""
+    return [part for part in error["loc"] if part not in _NO_FIELDS]

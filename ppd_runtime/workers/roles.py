@@ -42,8 +42,6 @@ class Role(ABC):
     """Whether a running request takes a repeated `Begin` or news of peers."""
     resends_to_peers = False
     """Whether a restarted peer needs what only this process can send again."""
-    tells_hits = True
-    """Whether a token says at once who was right."""
 
     def __init__(self, spec: WorkerSpec, stage: LayerRange) -> None:
         self.spec, self.stage = spec, stage
@@ -94,8 +92,6 @@ class PaperRole(Role):
 
 class StagedRole(Role):
     """A stage."""
-
-    tells_hits = False
 
     def __init__(self, spec: WorkerSpec, stage: LayerRange, layout: StagedLayout) -> None:
         super().__init__(spec, stage)

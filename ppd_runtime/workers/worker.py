@@ -42,7 +42,7 @@ from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.refusals import Refusals
-from ppd_runtime.workers.roles import role_of
+from ppd_runtime.workers.roles import AnyHead, role_of
 from ppd_runtime.workers.session import Decider, Session, next_in_turn
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -231,7 +231,9 @@ class Worker:
         others = (message for message in self._early if message.request != begin.request)
         self._early = deque((message for message in others if message.request in self._requests), _MOST_EARLY)
         self._past.pop(begin.request, None)
-        session = self._sessions[begin.request] = Session(self._endpoint, self.spec.rank, begin, self._role.tells_hits)
+        session = self._sessions[begin.request] = Session(
+            self._endpoint, self.spec.rank, begin, self.spec.layout.tells_hits
+        )
         self._policy.together(len(self._sessions))
         session.last_turn = self._turns
         sampler = TimedSampler(begin.params, session.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
@@ -330,7 +332,7 @@ class Worker:
         session.machine = helper = self._role.helper(session, self._exit_head(sampler, session.recorder))
         return helper.serve()
 
-    def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> OracleHead | TrainedHead | ModelHead:
+    def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> AnyHead:
         spec = self.spec
         if isinstance(spec.exit_head, OracleHead):
             return spec.exit_head
