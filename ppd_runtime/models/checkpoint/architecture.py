@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.stage.caches import PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.library_probe import (
     attention_masks,
@@ -121,7 +121,7 @@ def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scal
         view = SomeLayersCache([PreallocatedLayer(1, windows[number])], [number])
         piece = decoder_of(skeleton, {number: layer}, scale)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # experts cannot be chosen without numbers
-            piece(inputs_embeds=states, past_key_values=view, use_cache=True)
+            piece(inputs_embeds=states, **{CACHE_ARGUMENT: view}, use_cache=True)
     FinalHead(skeleton).module(inputs_embeds=states, use_cache=False)
 
 

@@ -58,7 +58,7 @@ from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import caches, library_probe, slicing
-from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
 from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
 from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
@@ -340,7 +340,7 @@ def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidd
     keys and values overlap would find the most rows at which they do not.
     """
     cache = PreallocatedLayer(2 * ATTENDED_ROWS, None)
-    feed = {"inputs_embeds": hidden, "past_key_values": SomeLayersCache([cache], [index]), "use_cache": True}
+    feed = {"inputs_embeds": hidden, CACHE_ARGUMENT: SomeLayersCache([cache], [index]), "use_cache": True}
     torch.func.functional_call(piece, weights, (), feed)
     cache.length = ATTENDED_ROWS
     for module in piece.modules():  # long-RoPE's second table is made in a pass, and is not to be this pass' own

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppd_runtime.models.native.attention import few_tokens_attention
-from ppd_runtime.models.stage.caches import SomeLayersCache
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, SomeLayersCache
 
 
 class _Texts(NamedTuple):
@@ -88,7 +88,7 @@ class OneTokenLayer(nn.Module):
         self, hidden: Tensor, rows: "_FewTokensCache", weights: dict[str, Tensor], places: Tensor, mask: Tensor
     ) -> Tensor:
         cache: Cache = SomeLayersCache([rows], [self._index])
-        feed = {"inputs_embeds": hidden, "use_cache": True, "past_key_values": cache}
+        feed = {"inputs_embeds": hidden, "use_cache": True, CACHE_ARGUMENT: cache}
         feed |= {"position_ids": places, "attention_mask": mask}
         return torch.func.functional_call(self._piece[0], weights, (), feed).last_hidden_state
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.arena import RowArena
-from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.embedding import Embedding
@@ -381,7 +381,7 @@ class LayerRange:
 
     def _output(self, subset: "LayerSubset", feed: Mapping[str, Any]) -> Tensor:
         view = self.cache.view(subset.attending)
-        return subset.decoder(**feed, past_key_values=view, use_cache=True).last_hidden_state
+        return subset.decoder(**feed, **{CACHE_ARGUMENT: view}, use_cache=True).last_hidden_state
 
     def subset(
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()

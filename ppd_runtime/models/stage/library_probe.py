@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
+
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
 """Caches of keys and values by position, and nothing else."""
 
@@ -83,8 +85,8 @@ def recomputed_at(model: PreTrainedModel, most_tokens: int) -> int | None:
     def drops(length: int, held: int) -> bool:
         ids = torch.zeros(1, length, dtype=torch.int64, device="cpu")
         cache = _CacheOf(held)
-        inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True)
-        return inputs.get("past_key_values") is not cache
+        inputs = model.prepare_inputs_for_generation(ids, **{CACHE_ARGUMENT: cache}, use_cache=True)
+        return inputs.get(CACHE_ARGUMENT) is not cache
 
     if not drops(most_tokens, 1):
         return None
@@ -210,7 +212,7 @@ def _told_layers(
     for in_a_tuple in (False, True):  # what layers give back, which differs from model to model
         decoder.layers = nn.ModuleList(_notes(layer, i, told, in_a_tuple) for i, layer in enumerate(layers))
         with torch.inference_mode():
-            output = decoder(inputs_embeds=states, position_ids=places, past_key_values=cache, use_cache=True)
+            output = decoder(inputs_embeds=states, position_ids=places, **{CACHE_ARGUMENT: cache}, use_cache=True)
         if output.last_hidden_state.shape == states.shape:
             break
     decoder.layers = nn.ModuleList(layers)
