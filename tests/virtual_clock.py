@@ -47,7 +47,7 @@ class Clock:
 
 
 class VirtualStage:
-    """A `LayerRangeLike` that computes nothing: it counts entries, layer by layer, and spends time.
+    """A `LayerRange` that computes nothing: it counts entries, layer by layer, and spends time.
 
     Its hidden states have no width, `[1, tokens, 0]`. A pass over candidates takes `width` times one over one token.
     """

@@ -24,7 +24,6 @@ from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
-from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
@@ -63,7 +62,7 @@ class SimulatedText:
     """Of the first stage."""
 
 
-class RowCounter(TreeRangeLike, Protocol):
+class RowCounter(Protocol):
     """A stage that counts the rows of its passes."""
 
     rows: int
@@ -237,7 +236,7 @@ class VirtualBoundaryHead:
 
 
 class VirtualRowStage:
-    """A `TreeRangeLike` that computes nothing: it spends time, and knows which nodes have run."""
+    """A `TreeRange` that computes nothing: it spends time, and knows which nodes have run."""
 
     def __init__(self, num_layers: int, clock: Clock, times: StageTimes) -> None:
         self.num_layers, self.rows, self.layer_passes = num_layers, 0, 0

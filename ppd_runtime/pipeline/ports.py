@@ -3,11 +3,12 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Message
+from ppd_runtime.request_error import RequestError
 
 
 class Work(IntEnum):
@@ -51,16 +52,39 @@ class Computation:
         raise NotImplementedError
 
 
+@dataclass(slots=True, init=False)
+class Call(Computation):
+    """A call of a stage or a head for one machine alone, such as a prompt's chunk."""
+
+    compute: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __init__(self, compute: Callable[..., Any], *arguments: Any) -> None:
+        self.compute, self.arguments = compute, arguments
+
+    def alone(self) -> Any:
+        return self.compute(*self.arguments)
+
+
 Awaited = WaitFor | Computation
 Machine = Generator[Awaited, Any, None]
 """Yields what it awaits and is sent the result: a message, None when patience ran out, or a computation's value."""
+
+
+def give_result(machine: Machine, computation: Computation) -> Awaited:
+    """Compute what a machine asks for, and have it go on; a `RequestError` is raised where it asked."""
+    try:
+        result = computation.alone()
+    except RequestError as error:
+        return machine.throw(error)
+    return machine.send(result)
 
 
 def next_wait(machine: Machine, reply: Message | None) -> WaitFor:
     """Send a message or None; compute, one by one, what the machine asks for up to its next wait."""
     awaited = machine.send(reply)
     while isinstance(awaited, Computation):
-        awaited = machine.send(awaited.alone())
+        awaited = give_result(machine, awaited)
     return awaited
 
 
@@ -75,38 +99,3 @@ def pop_consecutive(entries: dict[int, Tensor], position: int, end: int) -> list
         run.append(entries.pop(position))
         position += 1
     return run
-
-
-class LayerRangeLike(Protocol):
-    """What the machines need of a stage; `ppd_runtime.models.stage.layer_range.LayerRange` is the real one."""
-
-    num_layers: int
-    layers_at_once: int
-    """Layers that are best run in one call; more than 1 if each call has overhead."""
-
-    def begin(self, capacity: int) -> None:
-        """Forget the last sequence and make room for `capacity` tokens."""
-
-    def run(self, first: int, last: int, inputs: list[int] | Tensor, position: int) -> Tensor:
-        """Run a half-open range of layers over token ids or hidden states that start at `position`."""
-
-    def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
-        """Run all layers over tokens that all stand at `position`, each seeing what came before and itself."""
-
-    def keep_candidate(self, position: int, index: int) -> None:
-        """Keep the entries of one candidate at `position`."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head over the newest hidden state."""
-
-    def length(self, layer: int) -> int:
-        """Tokens whose entries `layer` holds."""
-
-    def truncate(self, length: int) -> None:
-        """Drop the entries of all but the first `length` tokens."""
-
-    def export_entries(self, first: int, end: int, last: int) -> Tensor:
-        """Copy the entries of the tokens `first` to `end` out of layers 0 to `last`, one token a row."""
-
-    def import_entries(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries to the first layers."""

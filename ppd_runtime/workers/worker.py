@@ -31,7 +31,7 @@ from ppd_runtime.pipeline.messages import (
     Shutdown,
     Token,
 )
-from ppd_runtime.pipeline.ports import Computation, Machine, Work
+from ppd_runtime.pipeline.ports import Call, Computation, Machine, Work, give_result
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.text import StopRule
@@ -262,8 +262,9 @@ class Worker:
         assert session.running is not None
         try:
             wanted = session.running.send(reply)
-            while len(self._sessions) == 1 and isinstance(wanted, Computation):  # there is none to join it
-                wanted = session.running.send(wanted.alone())
+            alone = Computation if len(self._sessions) == 1 else Call  # nothing of another request can join it
+            while isinstance(wanted, alone):
+                wanted = give_result(session.running, wanted)
         except StopIteration:
             self._end(session)
             return

@@ -131,7 +131,7 @@ def _ordinary(text: tuple[int, ...], num_layers: int, prompt_length: int) -> Pas
 
 
 class ToyStage:
-    """The first layers of a toy model; see `ppd_runtime.pipeline.ports.LayerRangeLike`."""
+    """The first layers of a toy model; see `ppd_runtime.models.stage.layer_range.LayerRange`."""
 
     layer_seconds = 1e9
     """So long that no patience runs out by the clock."""

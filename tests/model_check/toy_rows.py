@@ -11,7 +11,7 @@ from ppd_runtime.tracing.recorder import Recorder
 
 
 class ToyRows:
-    """Layers `first` to `last` of a toy model; see `ppd_runtime.pipeline.staged.ports.TreeRangeLike`."""
+    """Layers `first` to `last` of a toy model; see `ppd_runtime.models.stage.tree_range.TreeRange`."""
 
     layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
     layer_passes = 0

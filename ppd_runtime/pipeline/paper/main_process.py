@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,
@@ -28,7 +29,7 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     Token,
 )
-from ppd_runtime.pipeline.ports import Awaited, LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling import Sampler
@@ -60,7 +61,7 @@ class MainProcess:
 
     def __init__(
         self,
-        stage: LayerRangeLike,
+        stage: LayerRange,
         exit_layer: int,
         subs: Sequence[int],
         send: Send,
@@ -134,7 +135,7 @@ class MainProcess:
             self.finish_reason = reasons[-1]
             return inputs
         for token in delivered:
-            self._pass(0, inputs, ask=False)
+            yield from self._pass(0, inputs, ask=False)
             self.history.append(token)
             inputs = [token]
             yield from self._take_all()
@@ -145,10 +146,10 @@ class MainProcess:
         """Decode on; returns the last token."""
         first_layer, asked = 0, False
         while True:
-            hidden = self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
+            hidden = yield from self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
             if len(self.history) == len(self.begin.prompt_ids):
-                sampler.note_prompt(self.stage.logits, hidden, self.history)
-            token = sampler.choose(self.stage.logits(hidden), self.history)
+                yield Call(sampler.note_prompt, self.stage.logits, hidden, self.history)
+            token = sampler.choose((yield Call(self.stage.logits, hidden)), self.history)
             self._logprobs = sampler.take_logprobs()
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""
@@ -170,17 +171,17 @@ class MainProcess:
                 yield from self._fill_gaps()
                 first_layer, inputs = 0, [token]
 
-    def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Tensor:
+    def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Generator[Awaited, Any, Tensor]:
         """The rest of one pass, from `first_layer` to full depth; the exit layer's state goes out on the way."""
         size = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         newest = len(self.history) - 1
         start = newest + 1 - size
         self.layer_passes += self.stage.num_layers - first_layer
         if ask and self.shares_exit_states and self._asks:
-            inputs = self.stage.run(first_layer, self.exit_layer, inputs, start)
+            inputs = yield Call(self.stage.run, first_layer, self.exit_layer, inputs, start)
             first_layer = self.exit_layer
             self.send(self.subs, ExitState(DECIDER, self.begin.request, newest, inputs[:, -1:]))
-        return self.stage.run(first_layer, self.stage.num_layers, inputs, start)
+        return (yield Call(self.stage.run, first_layer, self.stage.num_layers, inputs, start))
 
     def _tell_client(self, token: int, winner: int) -> None:
         certain = Token(
@@ -305,7 +306,7 @@ class MainProcess:
             if run:
                 self.stage.import_entries(run)
             else:
-                self.stage.run(0, self.head_start, [self.history[position]], position)
+                yield Call(self.stage.run, 0, self.head_start, [self.history[position]], position)
                 self.recomputed_layer_passes += self.head_start
         self._entries.clear()
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -24,7 +25,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.pipeline.ports import Awaited, LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, pop_consecutive
 
 _MOST_OWED = 8  # entries sent at a time, unless the main process needs them sooner
 _ASK_AGAIN = 8  # tokens between reports of what it lacks
@@ -39,7 +40,7 @@ class RunAheadSubProcess:
     that was started from another text.
     """
 
-    def __init__(self, stage: LayerRangeLike, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
+    def __init__(self, stage: LayerRange, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
         self.stage, self.exit_head, self.rank, self.send, self.begin = stage, exit_head, rank, send, begin
         self.chain = [*begin.prompt_ids, *begin.delivered]
         """The prompt, the tokens that are certain, and the candidates after them."""
@@ -67,8 +68,8 @@ class RunAheadSubProcess:
         """Follow the request to its end."""
         prompt = self.begin.prompt_ids
         self.stage.begin(len(prompt) + self.begin.params.max_new_tokens)
-        state = self.stage.run(0, self.stage.num_layers, prompt, 0)[:, -1:]
-        self._state = state if len(self.chain) == len(prompt) else None
+        states = yield Call(self.stage.run, 0, self.stage.num_layers, prompt, 0)
+        self._state = states[:, -1:] if len(self.chain) == len(prompt) else None
         self.coherence_layer_passes += self.stage.num_layers
         while not self._over:
             message = yield WaitFor(0 if self._has_work() else None)
@@ -93,7 +94,7 @@ class RunAheadSubProcess:
             self.coherence_layer_passes += yield from self._run(position)
             return
         position = len(self.chain)
-        (token,) = self.exit_head.candidates(self._state, self.chain, 1)
+        (token,) = yield Call(self.exit_head.candidates, self._state, self.chain, 1)
         path = self.chain[self._certain :]
         self.send((DECIDER,), Candidate(self.rank, self.begin.request, position, (token,), path))
         self.chain.append(token)
@@ -112,7 +113,7 @@ class RunAheadSubProcess:
                 yield from self._take_all()
                 if self._over or self._forks != forks:
                     return first
-            inputs = self.stage.run(first, min(first + step, num_layers), inputs, position)
+            inputs = yield Call(self.stage.run, first, min(first + step, num_layers), inputs, position)
         if position == len(self.chain) - 1 and isinstance(inputs, Tensor):
             self._state = inputs
         return num_layers

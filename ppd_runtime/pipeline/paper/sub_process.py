@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.messages import (
     MISS,
@@ -25,7 +26,7 @@ from ppd_runtime.pipeline.messages import (
     Report,
     Token,
 )
-from ppd_runtime.pipeline.ports import LayerRangeLike, Machine, Send, WaitFor, pop_consecutive
+from ppd_runtime.pipeline.ports import Call, Machine, Send, WaitFor, pop_consecutive
 
 _ASK_AGAIN = 8  # tokens later, since the answer may be lost
 
@@ -40,7 +41,7 @@ class SubProcess:
 
     def __init__(
         self,
-        stage: LayerRangeLike,
+        stage: LayerRange,
         exit_head: ExitHead,
         rank: int,
         subs: Sequence[int],
@@ -80,7 +81,7 @@ class SubProcess:
         """Serve the request, naming candidates for each token."""
         num_candidates = len(range(self.k)[self._share])
         self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + num_candidates - 1)
-        self._compute(self.begin.prompt_ids, 0)
+        yield from self._run(self.begin.prompt_ids, 0)
         while not self._over:
             message = yield WaitFor(0 if self._has_work() else None)
             if message is not None:
@@ -89,7 +90,7 @@ class SubProcess:
             if self._over:
                 return
             if self._exit_state is None and self._ahead is not None:
-                self._foresee(self._ahead)
+                yield from self._foresee(self._ahead)
             else:
                 yield from self._work()
 
@@ -111,30 +112,30 @@ class SubProcess:
             return
         position = state.position + 1
         if foreseen_at != position:
-            ranked = self.exit_head.candidates(state.hidden, self.history, self.k)
+            ranked = yield Call(self.exit_head.candidates, state.hidden, self.history, self.k)
         tokens = tuple(ranked[self._share])
         self.send((DECIDER,), Candidate(self.rank, self.begin.request, position, tokens))
         self._ship_entries()
         yield from self._follow()
         if len(self.history) == position and not self._over:
-            self._start_candidates(position, tokens)
+            yield from self._start_candidates(position, tokens)
 
-    def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> None:
+    def _start_candidates(self, position: int, tokens: tuple[int, ...]) -> Machine:
         self.stage.truncate(position)  # a new main process, or a repeated message, brings an exit state again
-        hidden = self.stage.run_candidates(tokens, position)
+        hidden = yield Call(self.stage.run_candidates, tokens, position)
         self.send((DECIDER,), HeadStart(self.rank, self.begin.request, position, tokens, hidden))
         self.layer_passes += len(tokens) * self.stage.num_layers
         self._trial = tokens
         wanted = self._ranks_ahead and self._states_come_back and position < self._last
         self._ahead = hidden[:, :1] if wanted else None
 
-    def _foresee(self, state: Tensor) -> None:
+    def _foresee(self, state: Tensor) -> Machine:
         """Rank what follows the likeliest token on trial, before it is known whether that token is right.
 
         If it is, the main process asks for just these candidates: the time that its message takes is not lost.
         """
         text = [*self.history, self._trial[0]]
-        self._foreseen, self._ahead = (len(text), self.exit_head.candidates(state, text, self.k)), None
+        self._foreseen, self._ahead = (len(text), (yield Call(self.exit_head.candidates, state, text, self.k))), None
 
     def _follow(self) -> Machine:
         """Bring the cache up to the newest token: import the winner's entries, or compute."""
@@ -143,7 +144,7 @@ class SubProcess:
             if run := pop_consecutive(self._entries, position, len(self.history)):
                 self.stage.import_entries(run)
             elif self._winners.get(position, MISS) in (MISS, self.rank):
-                self._compute([self.history[position]], position)
+                yield from self._run([self.history[position]], position)
                 yield from self._take_all()  # it may become known that many tokens are not needed
             else:
                 message = yield wanted
@@ -161,8 +162,8 @@ class SubProcess:
             self.stage.truncate(position)
         return token in tokens
 
-    def _compute(self, token_ids: list[int], position: int) -> None:
-        self.stage.run(0, self.stage.num_layers, token_ids, position)
+    def _run(self, token_ids: list[int], position: int) -> Machine:
+        yield Call(self.stage.run, 0, self.stage.num_layers, token_ids, position)
         self.coherence_layer_passes += self.stage.num_layers
 
     def _take(self, message: Message) -> None:

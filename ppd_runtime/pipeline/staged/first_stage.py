@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors, of_message
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
-from ppd_runtime.pipeline.staged.ports import TreeRangeLike
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
 
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a row
@@ -46,7 +46,7 @@ class FirstStage(FollowerStage):
 
     def __init__(
         self,
-        stage: TreeRangeLike,
+        stage: TreeRange,
         head: BoundaryHead,
         num_stages: int,
         k: int,
@@ -107,7 +107,7 @@ class FirstStage(FollowerStage):
                 yield from self._take_all()
             if self._ends:
                 return
-            states = self.stage.run_prompt(prompt[chunk.start : chunk.stop], chunk.start)
+            states = yield Call(self.stage.run_prompt, prompt[chunk.start : chunk.stop], chunk.start)
             self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, chunk.start, states))
         self._prompt_has_run = True
         yield from self._name([self.tree.prompt], states[:, -1:])

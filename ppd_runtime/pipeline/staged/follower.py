@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -25,7 +26,7 @@ from ppd_runtime.pipeline.ports import Awaited, Computation, Machine, Send, Wait
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
-from ppd_runtime.pipeline.staged.ports import Naming, TreeRangeLike
+from ppd_runtime.pipeline.staged.ports import Naming
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 
 _ASK_AGAIN = 8  # tokens or messages later, since the answer may be lost
@@ -44,7 +45,7 @@ class FollowerStage(ABC):
 
     def __init__(
         self,
-        stage: TreeRangeLike,
+        stage: TreeRange,
         head: BoundaryHead,
         rank: int,
         num_stages: int,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, packed
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import (
     MISS,
     NOT_ASKED,
@@ -23,11 +24,11 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
-from ppd_runtime.pipeline.staged.ports import Logits, TreeRangeLike
+from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.request_error import RequestError
@@ -55,7 +56,7 @@ class LastStage:
 
     def __init__(
         self,
-        stage: TreeRangeLike,
+        stage: TreeRange,
         num_layers: int,
         others: Sequence[int],
         send: Send,
@@ -185,11 +186,11 @@ class LastStage:
     def _advance(self) -> Generator[Awaited, Any, bool]:
         """Run what waits, certain first; returns whether any ran."""
         if (position := self._prompt.next_position) is not None:
-            states = self._prompt.run_next()
+            states = yield self._prompt.next_chunk()
             if self.epoch == self._first_attempt:
                 self.cached_tokens = self.stage.cached_tokens
             if len(self.history) == len(self.begin.prompt_ids):
-                self._sampler.note_prompt(self.stage.logits, states, self.history, position)
+                yield Call(self._sampler.note_prompt, self.stage.logits, states, self.history, position)
             self._tree.prompt.hidden = RowState(states, states.shape[1] - 1) if self._prompt.has_run else None
             return True
         nodes = self._arrivals.next_pass() if self._prompt.has_run else []

@@ -47,7 +47,7 @@ class MiddleStage(FollowerStage):
         self.send((self.rank - 1,), Missing(self.rank, self.begin.request, lacking, self.begin.epoch))
 
     def _run_chunk(self, position: int) -> Machine:
-        states = self._prompt.run_next()
+        states = yield self._prompt.next_chunk()
         self._send_on(PromptStates(self.rank, self.begin.request, self.begin.epoch, position, states))
         if self._prompt.has_run:
             self._name((yield from self._guesses([self.tree.prompt], states[:, -1:])), 0)

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.ports import Awaited
-from ppd_runtime.pipeline.staged.ports import RowsPass, TreeRangeLike
+from ppd_runtime.pipeline.staged.ports import RowsPass
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
 Look = Callable[[], Generator[Awaited, Any, bool]]
@@ -14,7 +15,7 @@ Look = Callable[[], Generator[Awaited, Any, bool]]
 
 
 def run_nodes(
-    stage: TreeRangeLike, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
+    stage: TreeRange, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
 ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
     """Run nodes as one pass; returns those that may still come true, and their states `[1, nodes, hidden_size]`.
 

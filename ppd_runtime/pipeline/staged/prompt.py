@@ -2,14 +2,15 @@
 
 from torch import Tensor
 
+from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import PromptStates
-from ppd_runtime.pipeline.staged.ports import TreeRangeLike
+from ppd_runtime.pipeline.ports import Call
 
 
 class ArrivingPrompt:
     """The chunks of a prompt of `tokens` tokens, which come from the stage before and run here in order."""
 
-    def __init__(self, stage: TreeRangeLike, tokens: int) -> None:
+    def __init__(self, stage: TreeRange, tokens: int) -> None:
         self._stage = stage
         self._chunks = stage.prompt_chunks(tokens)[::-1]  # chunks still to run, the next one last
         self._waiting: dict[int, Tensor] = {}  # by position
@@ -45,7 +46,7 @@ class ArrivingPrompt:
         """Position of the chunk that can run now; None if it has not come, or all have run."""
         return self._chunks[-1].start if self._chunks and self._chunks[-1].start in self._waiting else None
 
-    def run_next(self) -> Tensor:
-        """Run the next, arrived chunk; returns its states after here, `[1, tokens, hidden_size]`."""
+    def next_chunk(self) -> Call:
+        """The pass of the next, arrived chunk; it gives the states after this stage, `[1, tokens, hidden_size]`."""
         position = self._chunks.pop().start
-        return self._stage.run_prompt(self._waiting.pop(position), position)
+        return Call(self._stage.run_prompt, self._waiting.pop(position), position)

@@ -8,7 +8,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from ppd_runtime.pipeline.staged.ports import TreeRangeLike
+from ppd_runtime.models.stage.tree_range import TreeRange
 
 MOST_NODES = 64
 """Most nodes in flight, as the first stage sees it."""
@@ -87,7 +87,7 @@ class NodeTree:
         prompt_size: the first node stands for the prompt, which runs before all others.
     """
 
-    def __init__(self, stage: TreeRangeLike, history: list[int], prompt_size: int) -> None:
+    def __init__(self, stage: TreeRange, history: list[int], prompt_size: int) -> None:
         self._stage, self.history = stage, history
         self.prompt = self.root = Node(0, history[prompt_size - 1], prompt_size - 1, 0, None, is_certain=True)
         """The prompt's last token; and the newest certain token that has a node here."""
