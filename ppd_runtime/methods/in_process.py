@@ -15,7 +15,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.compiling import code_for, wants_code
-from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated, emulation_note
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
 from ppd_runtime.sampling import Sampler
@@ -52,7 +52,7 @@ class OneProcessDecoding(TextGenerator):
         code = code_for(config.compile, info, number, place, pass_kinds)
         self.config = replace(config, compile=bool(code))
         share_weights(info, number, place, bool(code))
-        return load_stage(info, info.num_layers, number, place, code, self._emulate)
+        return emulated(load_stage(info, info.num_layers, number, place, code), self._emulate)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._described()})"

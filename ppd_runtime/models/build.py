@@ -15,7 +15,6 @@ from ppd_runtime.models.checkpoint.loading import (
 )
 from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.library import is_float32_on_cpu
-from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
 from ppd_runtime.models.stage.layer_range import LayerRange
 
 
@@ -25,7 +24,6 @@ def load_stage(
     dtype: torch.dtype,
     device: str,
     code: Mapping[int, Sequence[Path]] | None = None,
-    emulate: EmulatedDevice | None = None,
     first: int = 0,
     head_tokens: Sequence[int] = (),
 ) -> LayerRange:
@@ -38,8 +36,6 @@ def load_stage(
 
         copies = bfloat16_weights(info, last) if _has_copies(info, dtype, device) else {}
         compiled = CompiledLayers(model, code, copies, first=first)
-    if emulate:
-        return EmulatedStage(model, compiled, emulate, first, info.longest_in_chunks)
     return LayerRange(model, compiled, first, info.longest_in_chunks)
 
 

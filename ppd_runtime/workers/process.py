@@ -19,7 +19,7 @@ import torch
 from ppd_runtime.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.compiling import compiled_elsewhere
-from ppd_runtime.models.stage.emulation import EmulatedDevice, come_first
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.transport import Endpoint
@@ -31,6 +31,7 @@ from ppd_runtime.workers.worker import Worker
 
 WELCOME = b"w"
 """What a plain process is told, on standard input, before it serves."""
+_MOST_PRIORITY = 40
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
@@ -97,12 +98,22 @@ def open_worker(order: str, own_address: str = "", own_device: str = "", code: b
         spec = replace(spec, device=own_device)
     if code:
         spec = replace(spec, code=compiled_elsewhere(code, spec.device, spec.code_kinds))
-    if spec.emulate:
-        come_first(spec.rank)
+    _come_first(spec.rank)
     worker = Worker(spec)
     endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
     endpoint.introduce(CLIENT, network.client)
     return worker, endpoint
+
+
+def _come_first(rank: int) -> None:
+    """Run this worker's process before those of higher ranks, if all have been given real-time priorities.
+
+    On devices of their own none would wait for another. If they share cores, the worker whose work is least likely to
+    be used should wait. Not for threads of one process: they wait for each other's locks.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(max(1, _MOST_PRIORITY - rank)))
 
 
 def ready_answer(worker: Worker, endpoint: Endpoint) -> str:

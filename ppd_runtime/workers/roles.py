@@ -99,7 +99,7 @@ class StagedRole(Role):
         self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
         self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
         self._calibration = GuessRecord()
-        if self._rows.joins_requests or spec.emulate is not None:
+        if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
     def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
@@ -121,7 +121,7 @@ class StagedRole(Role):
             session.begin,
             self._calibration,
             layout.repetitions,
-            only_chains=self.spec.emulate is None and stage.most_together == 1,
+            only_chains=stage.only_chains,
             row_cost=layout.row_cost,
         )
 

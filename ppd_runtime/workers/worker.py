@@ -14,6 +14,7 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiled.graphs import current_device
+from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.messages import (
@@ -65,16 +66,10 @@ class Worker:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(spec.threads)
         with current_device(spec.device):
-            self.stage = load_stage(
-                spec.info,
-                spec.num_layers,
-                spec.dtype,
-                spec.device,
-                spec.code,
-                spec.emulate,
-                spec.first_layer,
-                spec.guess_tokens,
+            stage = load_stage(
+                spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.first_layer, spec.guess_tokens
             )
+            self.stage = emulated(stage, spec.emulate)
             head = None if spec.rank == DECIDER else spec.exit_head
             self._trained_head = (
                 load_head(head, self.stage.model, spec.guess_tokens) if isinstance(head, HeadInfo) else None

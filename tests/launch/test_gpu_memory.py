@@ -51,9 +51,7 @@ def test_workers_that_fit_alone_and_not_together_are_refused(
     for layout, kept in (({"k": 1}, 0), (stages, 1000), (stages | {"guess_vocab": 7}, 1000)):
         runtime = PPDRuntime(folder, **layout, **settings)
         specs, info = runtime._specs, describe(str(folder))
-        loaded = [
-            load_stage(info, s.num_layers, s.dtype, "cpu", None, None, s.first_layer, s.guess_tokens) for s in specs
-        ]
+        loaded = [load_stage(info, s.num_layers, s.dtype, "cpu", None, s.first_layer, s.guess_tokens) for s in specs]
         entries = 0
         for spec, stage in zip(specs, loaded, strict=True):
             stage.begin(64)

@@ -22,7 +22,6 @@ from ppd_runtime.client import exchange
 from ppd_runtime.client import request as calls
 from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
@@ -81,7 +80,6 @@ class Scenario:
             device="cpu",
             threads=torch.get_num_threads(),
             exit_head=self._head(rank),
-            emulate=EmulatedDevice(1.0) if self.trees else None,
         )
 
     def _layout(self) -> Layout:
@@ -272,7 +270,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
 
     def load_stage(info: ModelInfo, last: int, *rest: object) -> ToyStage | ToyRows:
         if scenario.cuts:
-            return ToyRows(scenario.model, scenario.spec(rank).first_layer, last)
+            return ToyRows(scenario.model, scenario.spec(rank).first_layer, last, scenario.trees)
         return (MainStage if rank == DECIDER else ToyStage)(scenario.model, last)
 
     process = Process(serve)

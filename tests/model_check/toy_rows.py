@@ -17,17 +17,17 @@ class ToyRows:
     layer_passes = 0
     layers_at_once = 1
     most_together = 1
-    joins_requests = False
     cached_tokens = 0
 
-    def __init__(self, model: ToyModel, first: int, last: int) -> None:
+    def __init__(self, model: ToyModel, first: int, last: int, trees: bool = False) -> None:
         self.model, self.first, self.num_layers = model, first, last - first
+        self.joins_requests, self.only_chains = trees, not trees
         self.recorder = Recorder()
         self.begin(0)
 
     def another(self) -> "ToyRows":
         """The same layers for another request."""
-        return ToyRows(self.model, self.first, self.first + self.num_layers)
+        return ToyRows(self.model, self.first, self.first + self.num_layers, self.joins_requests)
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""

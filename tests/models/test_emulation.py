@@ -9,7 +9,7 @@ from models_for_tests import build_model
 
 from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 
 
@@ -19,18 +19,18 @@ def model():
 
 
 def test_bits_are_the_plain_stages(model):
-    plain, emulated = LayerRange(model), EmulatedStage(model, None, EmulatedDevice(layer_ms=1.0, head_ms=1.0))
-    for stage in (plain, emulated):
+    plain, slow = LayerRange(model), emulated(LayerRange(model), EmulatedDevice(layer_ms=1.0, head_ms=1.0))
+    for stage in (plain, slow):
         stage.begin(8)
     for inputs, position in (([5, 9, 200], 0), ([31], 3)):
-        expected, got = plain.run(0, 4, inputs, position), emulated.run(0, 4, inputs, position)
+        expected, got = plain.run(0, 4, inputs, position), slow.run(0, 4, inputs, position)
         assert torch.equal(expected, got)
-        assert torch.equal(plain.logits(expected), emulated.logits(got))
-    assert emulated.layer_passes == plain.layer_passes == 8
+        assert torch.equal(plain.logits(expected), slow.logits(got))
+    assert slow.layer_passes == plain.layer_passes == 8
 
 
 def test_passes_and_heads_take_their_time(model):
-    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=20.0, head_ms=30.0))
+    stage = emulated(LayerRange(model), EmulatedDevice(layer_ms=20.0, head_ms=30.0))
     stage.begin(8)
     began = time.perf_counter()
     hidden = stage.run(0, 3, [5, 9, 200], 0)
@@ -42,7 +42,7 @@ def test_passes_and_heads_take_their_time(model):
 
 
 def test_a_device_without_a_heads_time_does_not_wait_for_it(model):
-    stage = EmulatedStage(model, None, EmulatedDevice(layer_ms=60_000.0))
+    stage = emulated(LayerRange(model), EmulatedDevice(layer_ms=60_000.0))
     stage.begin(8)
     hidden = torch.zeros(1, 1, 32)
     assert stage.run(2, 2, hidden, 0) is hidden, "no layers, no time"

@@ -11,7 +11,7 @@ from pipeline_runs import GREEDY, PROMPTS, Bench, rehearsed
 from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.stage.emulation import EmulatedDevice, EmulatedStage
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import MISS, Candidate, HeadStart
@@ -97,7 +97,7 @@ def test_an_emulated_device_takes_one_tokens_time_for_them(monkeypatch: pytest.M
     ends = list[float]()
     monkeypatch.setattr("ppd_runtime.models.stage.emulation._wait_until", ends.append)
     model = build_model("llama", num_layers=4)
-    stage = begun(EmulatedStage(model, None, EmulatedDevice(layer_ms=100_000.0)), 5)
+    stage = begun(emulated(LayerRange(model), EmulatedDevice(layer_ms=100_000.0)), 5)
     began = time.perf_counter()
     stage.run_candidates(TOKENS, 5)
     assert 400 <= max(ends) - began < 800

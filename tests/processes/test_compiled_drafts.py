@@ -33,7 +33,6 @@ from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.native.drafts import DraftRule
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
-from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.trained.adapter import new_adapter
@@ -390,8 +389,6 @@ def test_where_layers_are_launched_from_python(model_folder: ModelFolder, monkey
     """Or not compiled at all, there are no chains, and drafts are made one by one."""
     folder = model_folder("llama", quiet_from=1)
     assert not GreedyChains(load_stage(folder), 2).possible
-    ordinary = OrdinaryDecoding(str(folder), dtype="float32", compile=True, emulate=EmulatedDevice(layer_ms=1.0))
-    assert not GreedyChains(ordinary.stage, 2).possible, "they would take no time of the device's"
     assert GreedyChains(compiled_stage(folder), 2).possible
     monkeypatch.setattr(compiled, "calls_python", lambda path: True)
     method = layerskip(compiled_stage(folder), Stopping("constant", 3))

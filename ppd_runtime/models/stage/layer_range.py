@@ -6,6 +6,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of,
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
+
+Pace = Callable[[Callable[[], Tensor], int, bool], Tensor]
+"""Computes a pass and returns its result. It is given the pass, its number of layers, 0 for a head, and whether the
+pass has rows of several texts or branches."""
 
 
 class LayerRange:
@@ -59,6 +64,10 @@ class LayerRange:
         """One-sequence layer passes run so far: a pass through one layer counts one, over candidates one for each."""
         self.layer_seconds = 0.0
         """Recent time of one layer for one token."""
+        self.pace: Pace = lambda run, layers, of_rows: run()
+        """Computes every pass and every head; an emulated device takes its time for it."""
+        self.rows_share_passes = False
+        """Whether further rows of a pass take less than a pass each, however they are run."""
         self.recorder = Recorder()
         self._ranges: dict[tuple[int, int], LayerSubset] = {}
         rotary = getattr(model.model, "rotary_emb", None)
@@ -154,15 +163,8 @@ class LayerRange:
         self, first: int, last: int, inputs: list[int] | Tensor, position: int, in_prompt: bool = False
     ) -> Tensor:
         """Like `run`, in one pass. In `layer_passes` a prompt's chunks count as one pass."""
-        began = time.perf_counter()
-        hidden = self._run(first, last, inputs, position, in_prompt)
-        self._wait_for_device()
-        ended = time.perf_counter()
-        if hidden.shape[1] == 1 or not self.layer_seconds:
-            self._note_time((ended - began) / (last - first))
-        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
-        self.layer_passes += 0 if in_prompt and position else last - first
-        return hidden
+        run = partial(self._run, first, last, inputs, position, in_prompt)
+        return self._timed(run, position, first, last, 0 if in_prompt and position else 1)
 
     def run_rows(self, parts: Iterable[Part], position: int, first: int, last: int) -> Tensor:
         """Run layers `first` to `last` over tokens that follow different texts, in one pass with a row for each.
@@ -170,14 +172,7 @@ class LayerRange:
         `parts` makes the caches ready when it yields a part. A token alone has the bits of its own pass. The hidden
         states are `[1, rows, hidden_size]`; `position` is the last row's, for the record.
         """
-        began = time.perf_counter()
-        hidden = self._run_rows(parts, first, last)
-        self._wait_for_device()
-        ended = time.perf_counter()
-        self._note_time((ended - began) / (last - first))
-        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
-        self.layer_passes += hidden.shape[1] * (last - first)
-        return hidden
+        return self._timed(partial(self._run_rows, parts, first, last), position, first, last, None)
 
     def run_candidates(self, token_ids: Sequence[int], position: int) -> Tensor:
         """Run all layers over tokens that are all at `position`: a tree of roots, see `run_tree`."""
@@ -194,23 +189,33 @@ class LayerRange:
         """
         if list(parents) == list(range(-1, len(parents) - 1)):
             return self.run(0, self.num_layers, list(token_ids), position)
-        began = time.perf_counter()
-        hidden = self._run_tree(list(token_ids), parents, position)
-        self._wait_for_device()
-        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
-        self.layer_passes += len(token_ids) * self.num_layers
-        return hidden
+        run = partial(self._run_tree, list(token_ids), parents, position)
+        return self._timed(run, position, 0, self.num_layers, len(token_ids))
 
     def run_subset(self, subset: "LayerSubset", token_ids: list[int], position: int) -> Tensor:
         """Run a piece's layers over tokens from `position` on, and return the hidden states.
 
         They append to the caches of the piece's attending layers, which must hold `position` tokens each.
         """
-        began = time.perf_counter()
-        hidden = self._run_subset(subset, token_ids, position)
+        run = partial(self._run_subset, subset, token_ids, position)
+        return self._timed(run, position, 0, self.num_layers, layers=subset.num_layers)
+
+    def _timed(
+        self, run: Callable[[], Tensor], position: int, first: int, last: int, passes: int | None = 1, layers: int = 0
+    ) -> Tensor:
+        """The states after a pass through the layers `first` to `last`, or `layers` of them; notes its time.
+
+        It counts as `passes` of one sequence; None: one for each row.
+        """
+        began, layers, of_rows = time.perf_counter(), layers or last - first, passes is None
+        hidden = self.pace(run, layers, of_rows)
         self._wait_for_device()
-        self.recorder.note(Kind.LAYERS, began, time.perf_counter(), position, -1, 0, self.num_layers)
-        self.layer_passes += subset.num_layers
+        ended = time.perf_counter()
+        if of_rows or hidden.shape[1] == 1 or not self.layer_seconds:
+            seconds, before = (ended - began) / layers, self.layer_seconds
+            self.layer_seconds = 0.8 * before + 0.2 * seconds if before else seconds
+        self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
+        self.layer_passes += layers * (hidden.shape[1] if passes is None else passes)
         return hidden
 
     def most_together(self, position: int) -> int | None:
@@ -260,20 +265,17 @@ class LayerRange:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
-        began = time.perf_counter()
-        logits = self._logits(hidden)
-        self.recorder.note(Kind.HEAD, began, time.perf_counter())
-        return logits
+        return self._timed_head(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
+        return self._timed_head(hidden, hidden.shape[1])
+
+    def _timed_head(self, hidden: Tensor, *tokens: int) -> Tensor:
         began = time.perf_counter()
-        logits = self._head_over(hidden, hidden.shape[1])
+        logits = self.pace(partial(self._head_over, hidden, *tokens), 0, False)
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head_over(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
 
     def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
         """`[*tokens, vocab_size]` float32 logits."""
@@ -284,7 +286,7 @@ class LayerRange:
             return self.head(hidden).view(*tokens, -1).float()
 
     def _run_rows(self, parts: Iterable[Part], first: int, last: int) -> Tensor:
-        rows = [LayerRange._run(self, first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
+        rows = [self._run(first, last, inputs, position, tree=tree) for inputs, position, tree in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _run(
@@ -392,6 +394,3 @@ class LayerRange:
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
         return LayerSubset(decoder, tuple(layers), attending, without_mlp)
-
-    def _note_time(self, seconds: float) -> None:
-        self.layer_seconds = 0.8 * self.layer_seconds + 0.2 * seconds if self.layer_seconds else seconds

@@ -60,7 +60,12 @@ class TreeRange:
     @property
     def joins_requests(self) -> bool:
         """Whether rows of several requests run together."""
-        return self._arena is not None
+        return self._arena is not None or self._stage.rows_share_passes
+
+    @property
+    def only_chains(self) -> bool:
+        """Whether rows side by side take a pass each."""
+        return self.most_together == 1 and not self._stage.rows_share_passes
 
     def another(self) -> "TreeRange":
         """These layers over a new cache, for another request at the same time."""
