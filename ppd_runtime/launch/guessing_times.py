@@ -66,9 +66,9 @@ class GuessingTimes:
 
 
 def _are_kept(specs: Sequence[WorkerSpec]) -> bool:
-    """Whether another run could use them: not those of emulated devices and of heads for tests."""
+    """Whether another run could use them: not those of heads for tests."""
     heads = all(isinstance(spec.exit_head, str | HeadInfo) for spec in specs)
-    return specs[DECIDER].speculation == AUTO and specs[DECIDER].emulate is None and heads
+    return specs[DECIDER].speculation == AUTO and heads
 
 
 def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
@@ -82,5 +82,6 @@ def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
         "heads": [str(spec.exit_head) for spec in specs],
         "guess_vocab": [len(spec.guess_tokens) for spec in specs],
         "threads": main.threads,
+        "emulated": str(main.emulate),
         "code": sorted({path.name for spec in specs for paths in spec.code.values() for path in paths}),
     }

@@ -22,7 +22,7 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
-from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
 from ppd_runtime.sampling import Sampler
@@ -46,8 +46,8 @@ def with_layout(
     """
     main, stages = specs[DECIDER], given.num_processes
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
-    costs = _emulated_costs(main.emulate) if main.emulate else None
-    if main.emulate is None and not (cuts and config.rows == 1):
+    costs = None
+    if not (cuts and config.rows == 1):
         head = {kind: files for kind, files in main.code.items() if kind == PassKind.HEAD}
         costs = _kept_costs(replace(specs[_GUESSES], code={**specs[_GUESSES].code, **head}), progress)
     most_k = len(specs[_GUESSES].guess_tokens) or main.info.vocab_size
@@ -56,12 +56,6 @@ def with_layout(
     layout = replace(layout, guess_vocab=given.guess_vocab, repetitions=given.repetitions)
     chosen = [replace(spec, layout=layout) for spec in specs]
     return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]
-
-
-def _emulated_costs(device: EmulatedDevice) -> StageCosts:
-    """It states its own costs, except of boundary heads, which run as they are."""
-    head = device.head_ms / device.layer_ms if device.layer_ms else 0.0
-    return StageCosts.rounded(0.0, head, device.row_cost)
 
 
 def _kept_costs(spec: WorkerSpec, progress: Progress) -> StageCosts | None:
@@ -93,6 +87,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
         "format": spec.info.weights,
         "device": spec.device.partition(":")[0],
         "threads": spec.threads,
+        "emulated": str(spec.emulate),
         "guess_vocab": len(spec.guess_tokens),
         "code": sorted({path.name for paths in spec.code.values() for path in paths}),
     }
@@ -109,11 +104,12 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
             whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
             stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
             rows, sampler = TreeRange(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
-            head = ModelHead(stage, sampler)
+            head = ModelHead(emulated(stage, spec.emulate), sampler)
             if tokens := spec.guess_tokens:
                 code = {kind: files for kind, files in spec.code.items() if kind == short}
                 guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
-                head = ModelHead(guesses, ShortlistSampler(sampler, tokens, spec.info.vocab_size))
+                shortlist = ShortlistSampler(sampler, tokens, spec.info.vocab_size)
+                head = ModelHead(emulated(guesses, spec.emulate), shortlist)
             hidden, one, row = _timed_passes(rows)
             guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
             final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))

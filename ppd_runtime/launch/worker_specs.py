@@ -1,6 +1,5 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -154,7 +153,7 @@ def worker_specs(
     devices = [device] * processes
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
-    heavy = math.inf if emulate else heavy_length(info.folder, dtype)  # emulated devices read nothing
+    heavy = heavy_length(info.folder, dtype)
     specs = [
         WorkerSpec(
             rank=rank,

@@ -124,8 +124,7 @@ def test_where_nothing_can_be_kept_cuts_are_even(tmp_path, monkeypatch, model_fo
     assert "even cuts, and passes of one row" in caplog.text
 
 
-def test_emulated_devices_say_what_they_take(cache, model_folder):
-    device = EmulatedDevice(0.5, head_ms=1.0, row_cost=0.2)
-    result = _layout(model_folder("llama", num_layers=6), stages=2, emulate=device)
-    assert result.stats.layout == StagedLayout((4,), 6, 5, 0.2)
-    assert not list(cache.glob("stages-*.json"))
+def test_emulated_devices_are_measured(cache, model_folder):
+    folder, device = model_folder("llama", num_layers=6), EmulatedDevice(3.0, head_ms=6.0, row_cost=0.2)
+    assert _layout(folder, stages=2, emulate=device).stats.layout == StagedLayout((3,), 6, 5, 0.2)
+    assert len(list(cache.glob("stages-*.json"))) == 1

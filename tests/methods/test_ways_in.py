@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import json
 import logging
-import math
 import pydoc
 from collections.abc import Callable
 from dataclasses import fields
@@ -29,7 +28,6 @@ from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.prompts import token_ids_of
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError
 
@@ -331,8 +329,6 @@ def test_workers_know_at_what_length_a_text_is_as_heavy_as_the_weights(folder: s
     place = {"k": 1, "transport": "local", "dtype": "bfloat16"}
     with contextlib.closing(PPDRuntime(folder, **place)) as runtime:
         assert {spec.heavy_length for spec in runtime._specs} == {weights.stat().st_size / entries}
-    with contextlib.closing(PPDRuntime(folder, **place, emulate=EmulatedDevice(1.0))) as runtime:
-        assert {spec.heavy_length for spec in runtime._specs} == {math.inf}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
