@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,14 +56,13 @@ class JointPasses:
 
     def _run_passes(self, asked: Sequence[RowsPass]) -> Sequence[Any]:
         layers = asked[0].layers
-        if len(asked) == 1 or self._rows is None or any(one.layers != layers for one in asked):
+        if any(one.layers != layers for one in asked):
             return [one.alone() for one in asked]
-        return self._rows.run_together([(cast(TreeRange, one.stage), one.inputs, one.paths) for one in asked], layers)
+        return asked[0].stage.run_together([(one.stage, one.inputs, one.paths) for one in asked], layers)
 
     def _find_logits(self, asked: Sequence[Logits]) -> Sequence[Any]:
-        if len(asked) == 1 or self._rows is None:
-            return [one.alone() for one in asked]
-        return self._rows.logits_together([(cast(TreeRange, one.stage), one.hidden) for one in asked])
+        assert self._rows is not None, "only stages ask for logits"
+        return self._rows.logits_together([(one.stage, one.hidden) for one in asked])
 
     def _name(self, asked: Sequence[Naming]) -> Iterator[Any]:
         heads = [one.head for one in asked if isinstance(one.head, ModelHead)]
