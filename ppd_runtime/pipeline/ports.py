@@ -52,18 +52,16 @@ class Computation:
         raise NotImplementedError
 
 
-@dataclass(slots=True, init=False)
 class Call(Computation):
     """A call of a stage or a head for one machine alone, such as a prompt's chunk."""
 
-    compute: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    __slots__ = ("_arguments", "_compute")
 
     def __init__(self, compute: Callable[..., Any], *arguments: Any) -> None:
-        self.compute, self.arguments = compute, arguments
+        self._compute, self._arguments = compute, arguments
 
     def alone(self) -> Any:
-        return self.compute(*self.arguments)
+        return self._compute(*self._arguments)
 
 
 Awaited = WaitFor | Computation
