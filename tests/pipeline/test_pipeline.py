@@ -18,6 +18,7 @@ from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Candidate, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
 
@@ -201,7 +202,7 @@ def test_a_late_sub_process_gets_another_chance():
     waits, named, reply = [], 0, None
     with contextlib.suppress(StopIteration):
         while True:
-            wanted = machine.send(reply)
+            wanted = next_wait(machine, reply)
             position, reply = len(main.history) - 1, None
             if position != named:
                 named, reply = position, Candidate(1, begin.request, position, (position,))
@@ -220,9 +221,9 @@ def test_an_exit_state_that_comes_again_starts_its_candidates_anew():
     head, stage = VirtualExitHead(clock, 0.0, [1] * 14), VirtualStage(clock, 2)
     sub = SubProcess(stage, head, 1, (1,), 1, lambda addresses, message: sent.append(message), begin)
     machine, state = sub.serve(), ExitState(DECIDER, begin.request, 0, torch.zeros(1, 1, 0))
-    next(machine)
+    next_wait(machine, None)
     for message in (state, None, state, None, Token(DECIDER, begin.request, 1, 1, 1), None):
-        machine.send(message)
+        next_wait(machine, message)
     assert [type(message) for message in sent] == [Candidate, HeadStart, Candidate, HeadStart, Entries]
     assert stage.length(0) == 2
 
@@ -245,12 +246,12 @@ def test_candidates_are_ranked_before_the_main_process_asks(right):
     head.asked = []
     sub = SubProcess(stage, head, 1, (1,), 1, lambda _, message: sent.append(message), begin, ranks_ahead=True)
     machine = sub.serve()
-    next(machine)
+    next_wait(machine, None)
 
     def say(message):
-        wanted = machine.send(message)
+        wanted = next_wait(machine, message)
         while wanted.patience == 0:
-            wanted = machine.send(None)
+            wanted = next_wait(machine, None)
 
     say(ExitState(DECIDER, begin.request, 0, state))
     assert head.asked == [1]

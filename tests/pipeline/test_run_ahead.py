@@ -14,6 +14,7 @@ from seeds import SEED
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import MISS, Candidate, End, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
+from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.sampling_params import SamplingParams
 
 DEPTH, EXIT = 6, 3
@@ -133,10 +134,10 @@ def test_a_new_life_owes_no_entries_of_early_starts_that_it_has_not_made(bench, 
     first = len(prompt)
     tokens = [Token(DECIDER, 1, first + i, text[first + i], winner) for i, winner in enumerate((*winners, MISS))]
     machine, coming = sub.serve(), [*tokens, None, None, None, None, None, None, End(DECIDER, 1)]
-    next(machine)
+    next_wait(machine, None)
     with contextlib.suppress(StopIteration):
         for message in coming:
-            machine.send(message)
+            next_wait(machine, message)
     reference = bench.stage(DEPTH - EXIT)
     reference.begin(len(text))
     reference.run(0, DEPTH - EXIT, prompt, 0)

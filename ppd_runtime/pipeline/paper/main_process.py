@@ -178,9 +178,9 @@ class MainProcess:
         start = newest + 1 - size
         self.layer_passes += self.stage.num_layers - first_layer
         if ask and self.shares_exit_states and self._asks:
-            inputs = yield Call(self.stage.run, first_layer, self.exit_layer, inputs, start)
-            first_layer = self.exit_layer
-            self.send(self.subs, ExitState(DECIDER, self.begin.request, newest, inputs[:, -1:]))
+            states: Tensor = yield Call(self.stage.run, first_layer, self.exit_layer, inputs, start)
+            first_layer, inputs = self.exit_layer, states
+            self.send(self.subs, ExitState(DECIDER, self.begin.request, newest, states[:, -1:]))
         return (yield Call(self.stage.run, first_layer, self.stage.num_layers, inputs, start))
 
     def _tell_client(self, token: int, winner: int) -> None:
