@@ -3,7 +3,6 @@
 import logging
 import threading
 import weakref
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_s
 from ppd_runtime.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.request_queue import RequestQueue
-from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.methods.steps import Step, Steps, Totals
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
@@ -95,7 +94,7 @@ class PPDRuntime(TextGenerator):
         self._progress = progress or logger.info
         self._workers: Workers | None = None
         self._times: GuessingTimes | None = None
-        self._closing: ShutdownGuard | None = None
+        self._guard: ShutdownGuard | None = None
         self._starting, self._closed = threading.RLock(), False
         self._exchange: MessageExchange | None = None
         self._next_request, self._under_way = 1, set[int]()
@@ -147,8 +146,8 @@ class PPDRuntime(TextGenerator):
                 self._workers = start_workers(self._specs, self.config, self.launcher, self._progress)
                 self._share.begin()
                 self._exchange = MessageExchange(self._workers)
-                self._closing = ShutdownGuard(self._workers)
-                weakref.finalize(self, self._closing.close)
+                self._guard = ShutdownGuard(self._workers)
+                weakref.finalize(self, self._guard.close)
             if self._closed:
                 self.close()
                 raise RuntimeError(CLOSED)
@@ -198,9 +197,9 @@ class PPDRuntime(TextGenerator):
 
     def unwell(self) -> list[str]:
         """Names of needed processes that do not serve; replaces lost workers."""
-        if self._closing is not None and self._exchange is not None and not self._closed:
+        if self._guard is not None and self._exchange is not None and not self._closed:
             try:
-                with self._closing.step():
+                with self._guard:
                     return self._exchange.unwell()
             except RuntimeError as error:
                 logger.error("%s", error)
@@ -214,8 +213,8 @@ class PPDRuntime(TextGenerator):
         """
         self._closed = True
         with self._starting:
-            if self._closing is not None:
-                self._closing.close()
+            if self._guard is not None:
+                self._guard.close()
             if self._times is not None:
                 self._times.write()
             self._share.release()
@@ -232,13 +231,11 @@ class PPDRuntime(TextGenerator):
                 "a method that decodes in this process (OrdinaryDecoding, layerskip, adaspeed, kangaroo, swift)"
             )
 
-    def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
         self.start()
-        workers, closing, exchange = self._workers, self._closing, self._exchange
+        workers, guard, exchange = self._workers, self._guard, self._exchange
         assert workers is not None
-        assert closing is not None
+        assert guard is not None
         assert exchange is not None
         watched, foreseen = live == Live.PASSES, live >= Live.BOUNDARIES
         begin = Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched, foreseen=foreseen)
@@ -247,14 +244,18 @@ class PPDRuntime(TextGenerator):
         outside, new_tokens, guessable = 0, 0, frozenset(self._specs[-1].guess_tokens)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
-            for message in closing.each(call.tokens()):
-                last = message.winner == NOT_ASKED
+            while True:
+                with guard:
+                    token = next(call, None)
+                if token is None:
+                    break
+                last = token.winner == NOT_ASKED
                 new_tokens += 1
-                outside += bool(guessable) and message.token_id not in guessable
+                outside += bool(guessable) and token.token_id not in guessable
                 known = not last and self.layout.tells_hits  # stages: the first tells later who was right
-                hit = message.winner != MISS if known else None
-                yield Step(message.token_id, hit, last, message.noted(prompt_ids), call.reports.news(name_of))
-            with closing.step():
+                hit = token.winner != MISS if known else None
+                yield Step(token.token_id, hit, last, token.noted(prompt_ids), call.reports.news(name_of))
+            with guard:
                 call.hear_all()
                 workers.record(_counts(call, workers, self._specs))
             totals = _totals(call, self._trace(call.reports, workers))
@@ -269,7 +270,7 @@ class PPDRuntime(TextGenerator):
             raise
         finally:
             if call.reports.finished is None and not self._closed:
-                self._cancel(call, closing)
+                self._cancel(call, guard)
             call.close()
             with self._counting:
                 self._under_way.remove(begin.request)
@@ -282,9 +283,9 @@ class PPDRuntime(TextGenerator):
             self._under_way.add(request)
         return begin
 
-    def _cancel(self, call: RequestClient, closing: ShutdownGuard) -> None:
+    def _cancel(self, call: RequestClient, guard: ShutdownGuard) -> None:
         try:
-            with closing.step():
+            with guard:
                 call.cancel()
         except RuntimeError:
             self.close()

@@ -113,8 +113,8 @@ class Bench:
         """The oracle."""
         stage = self.stage()
         capacity = len(prompt) + params.max_new_tokens
-        pairs = list(autoregressive(stage, prompt, capacity, Sampler(params, len(prompt)), self._stop(params)))
-        return Decoded([token for token, _ in pairs], pairs[-1][1] or "", stage.decisive)
+        told = list(autoregressive(stage, prompt, capacity, Sampler(params, len(prompt)), self._stop(params)))
+        return Decoded([token for token, *_ in told], told[-1][-1] or "", stage.decisive)
 
     def pipelined(
         self,

@@ -97,8 +97,15 @@ def _readable(pieces: Mapping[int, Sequence[Spans]], name_of: Callable[[int], st
     return tuple(processes)
 
 
-class RequestClient:
-    """A request to the main process, which is asked again if it falls silent or is replaced."""
+class RequestClient(Iterator[Token]):
+    """A request to the main process: each new token as it comes; fewer if the request's `Ending` says so.
+
+    The main process is asked again if it falls silent or is replaced.
+
+    Raises:
+        RequestError: if the request has failed, or a worker refuses what it waits for; the workers go on.
+        RuntimeError: if the main process is lost and has been replaced too often.
+    """
 
     def __init__(self, exchange: MessageExchange, begin: Begin, ending: Ending | None = None) -> None:
         self._exchange, self._supervisor, self._begin = exchange, exchange.supervisor, begin
@@ -109,43 +116,47 @@ class RequestClient:
         self.winners: Counter[int] = Counter()
         """Tokens by `Token.winner`."""
         self._delivered: list[int] = []
-        self._cancelled = False
+        self._arrived: deque[Token] = deque()
+        """Those that are still to be given."""
+        self._has_begun = self._cancelled = False
         self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience, self._silences = _ASK_AGAIN_S, 0
         self._refusals = 0  # since the newest token
         self._ask_at = self._check_at = self._heard_at = self._gap_at = 0.0
 
-    def tokens(self) -> Iterator[Token]:
-        """Each new token as it comes; fewer if the request's `Ending` says so.
-
-        Raises:
-            RequestError: if the request has failed, or a worker refuses what it waits for; the workers go on.
-            RuntimeError: if the main process is lost and has been replaced too often.
-        """
-        self._exchange.open(self._begin.request)
-        self._exchange.check()
-        self._main_starts, self._began = self._supervisor.starts(DECIDER), time.monotonic()
-        self._ask()
-        while self.reports.finished is None:
+    def __next__(self) -> Token:
+        if not self._has_begun:
+            self._begin_now()
+        while not self._arrived:
+            if self.reports.finished is not None:
+                raise StopIteration
             message = self._next_message()
             if isinstance(message, Token | Tokens):
-                yield from self._take_tokens(message)
+                self._take_tokens(message)
             elif isinstance(message, Finished):
                 self._finish(message)
             elif isinstance(message, Refused | Unreadable):
                 self._weigh(message)
             else:
                 self.reports.take(message)
+        return self._arrived.popleft()
 
-    def _take_tokens(self, message: Token | Tokens) -> Iterator[Token]:
-        """Yield the message's tokens that have not come yet."""
+    def _begin_now(self) -> None:
+        self._has_begun = True
+        self._exchange.open(self._begin.request)
+        self._exchange.check()
+        self._main_starts, self._began = self._supervisor.starts(DECIDER), time.monotonic()
+        self._ask()
+
+    def _take_tokens(self, message: Token | Tokens) -> None:
+        """Take the message's tokens that have not come yet."""
         for token in [message] if isinstance(message, Token) else message.singly():
             if self._is_next(token):
                 self._delivered.append(token.token_id)
+                self._arrived.append(token)
                 self._refusals = 0
                 self.winners[token.winner] += 1
                 self._supervisor.note_success(DECIDER)
-                yield token
 
     def cancel(self) -> None:
         """Have the main process stop: what it would still compute is of no use."""

@@ -9,8 +9,8 @@ from ppd_runtime.text import StopRule
 
 def autoregressive(
     stage: LayerRange, prompt_ids: Sequence[int], capacity: int, sampler: Sampler, stop: StopRule
-) -> Iterator[tuple[int, str | None]]:
-    """Yield each new token and, with the last one, why it is the last.
+) -> Iterator[tuple[int, None, str | None]]:
+    """Yield each new token, None for the draft that it has not, and with the last one why it is the last.
 
     `stage` holds the whole model; `capacity` is the most tokens that prompt and text can come to.
     """
@@ -25,4 +25,4 @@ def autoregressive(
         token = sampler.choose(stage.logits(hidden), history)
         history.append(token)
         inputs, reason = [token], stop.finish_reason(token)
-        yield token, reason
+        yield token, None, reason

@@ -1,7 +1,7 @@
 """What decoding methods in this process share: threads, the clock, the ledger and the trace of a request."""
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.steps import Step, Totals
+from ppd_runtime.methods.steps import Step, Steps, Totals
 from ppd_runtime.models.build import load_stage, share_weights
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -75,44 +75,33 @@ class OneProcessDecoding(TextGenerator):
         """The totals with what the method counted in this request."""
         return totals
 
-    def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> Generator[Step | Totals, None, None]:
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.config.threads_per_worker)
-        try:
-            yield from self._timed_steps(prompt_ids, params, live, ending)
-        finally:
-            torch.set_num_threads(threads_before)
-
-    def _timed_steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
         recorder, passes = self.stage.recorder, self.stage.layer_passes
         ending.start_clock()
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
-        stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
-        tokens = self._tokens(prompt_ids, params, stop)
-        recorder.begin(self.config.trace, live == Live.PASSES)
-        while reason is None:
-            began = recorder.resume()
-            token, right, reason = next(tokens)
-            spent += recorder.pause() - began  # the caller's own time between two tokens does not count
-            reason = reason or ending.reason()
-            first, first_ledger = first or spent, first_ledger or recorder.ledger()
-            yield Step(token, right, reason is not None, self._sampler.take_logprobs(), self._news())
-        totals = Totals(
-            finish_reason=reason,
-            path=PathStats(
-                latency_s=spent,
-                time_to_first_token_s=first,
-                main_layer_passes=self.stage.layer_passes - passes,
-                ledger=recorder.ledger(),
-                first_token_ledger=first_ledger or recorder.ledger(),
-            ),
-            trace=self._trace(),
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.config.threads_per_worker)
+        try:
+            stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
+            tokens = self._tokens(prompt_ids, params, stop)
+            recorder.begin(self.config.trace, live == Live.PASSES)
+            while reason is None:
+                began = recorder.resume()
+                token, right, reason = next(tokens)
+                spent += recorder.pause() - began  # the caller's own time between two tokens does not count
+                reason = reason or ending.reason()
+                first, first_ledger = first or spent, first_ledger or recorder.ledger()
+                yield Step(token, right, reason is not None, self._sampler.take_logprobs(), self._news())
+        finally:
+            torch.set_num_threads(threads_before)
+        path = PathStats(
+            latency_s=spent,
+            time_to_first_token_s=first,
+            main_layer_passes=self.stage.layer_passes - passes,
+            ledger=recorder.ledger(),
+            first_token_ledger=first_ledger or recorder.ledger(),
         )
-        yield self._counted(totals)
+        yield self._counted(Totals(reason, path, trace=self._trace()))
 
     def _news(self) -> News:
         watched = self.stage.recorder.take_watched(_RANK)

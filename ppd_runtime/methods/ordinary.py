@@ -44,8 +44,7 @@ class OrdinaryDecoding(OneProcessDecoding):
     ) -> Iterator[tuple[int, bool | None, str | None]]:
         self._sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids), self.info.eos_token_ids)
         capacity = len(prompt_ids) + params.max_new_tokens
-        for token, reason in autoregressive(self.stage, prompt_ids, capacity, self._sampler, stop):
-            yield token, None, reason
+        return autoregressive(self.stage, prompt_ids, capacity, self._sampler, stop)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return 1.0

@@ -1,10 +1,10 @@
-"""A generation step by step, in two parts if the library would read a long text again."""
+"""A request step by step, in two parts if the library would read a long text again."""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
@@ -66,21 +66,21 @@ class Totals:
         )
 
 
+Steps: TypeAlias = Generator[Step | Totals, None, None]
+"""Each new token of a request, then the totals; closing it ends the request."""
+
+
 class Decoder(Protocol):
     """Makes the steps of a request, or of a part of one."""
 
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
 
-    def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
         """Yield each new token, then the totals; `live` is a `Live`."""
 
 
-def in_parts(
-    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-) -> Generator[Step | Totals, None, None]:
+def in_parts(decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
     """The steps of a request, then its totals.
 
     Where transformers' `generate` drops its cache and reads the text again (`ModelInfo.recomputed_at`), so does this:
@@ -88,8 +88,13 @@ def in_parts(
     """
     parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
     if len(parts) == 1:
-        yield from decoder._steps(prompt_ids, params, live, ending)
-        return
+        return decoder._steps(prompt_ids, params, live, ending)
+    return _several_parts(parts, decoder, prompt_ids, params, live, ending)
+
+
+def _several_parts(
+    parts: Sequence[int], decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
+) -> Steps:
     stop = StopRule(params, decoder.info.eos_token_ids, decoder.tokenizer, prompt_ids)
     text = list(prompt_ids)
     before: Totals | None = None

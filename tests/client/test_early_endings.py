@@ -182,7 +182,7 @@ def test_a_cancel_does_not_wait_for_a_main_process_that_knows_or_says_nothing(an
     workers, ending = _NewMain(answers), Ending(None)
     begin = Begin(CLIENT, 1, [5], SamplingParams(100), live=True)
     call, tokens = RequestClient(MessageExchange(workers), begin, ending), []
-    for token in call.tokens():
+    for token in call:
         tokens.append(token.token_id)
         if len(tokens) == 2:
             ending.cancel()

@@ -137,7 +137,7 @@ class _Workers:
 def test_a_step_is_never_closed_under():
     closing = ShutdownGuard(workers := _Workers())
     closer = threading.Thread(target=closing.close)
-    with closing.step():
+    with closing:
         closer.start()
         closing.close()  # as a signal handler does
         closer.join(0.2)

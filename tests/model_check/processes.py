@@ -1,7 +1,7 @@
 """The real worker loop and the real client, each suspended wherever it waits for a message.
 
 Nothing of them is modelled: `Worker.serve` runs over a toy stage and an endpoint whose `receive` hands control to
-whoever explores; `RequestClient.tokens` runs with a clock that jumps over every silence.
+whoever explores; `RequestClient` runs with a clock that jumps over every silence.
 """
 
 import contextlib
@@ -289,7 +289,7 @@ def start_client(scenario: Scenario) -> Process:
 
         def make(request: int) -> None:
             call = calls.RequestClient(network, scenario.begin(request))
-            for number, message in enumerate(call.tokens(), 1):
+            for number, message in enumerate(call, 1):
                 process.delivered.append((request, message.token_id))
                 if request == 1 and number == scenario.cancelled_behind:
                     call.cancel()
