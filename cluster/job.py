@@ -21,7 +21,7 @@ from ppd_runtime.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime
-    from ppd_runtime.methods.base import Generation
+    from ppd_runtime.methods.generation import Generation
     from ppd_runtime.results import GenerationResult, Stats
 
 app = typer.Typer(cls=OneLineGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -139,7 +139,7 @@ def _answer(
     _say(f"{len(results.done)} of {len(requests)} prompts are done in {results.path}")
     if not left:
         return
-    from ppd_runtime.methods.batch import as_they_end
+    from ppd_runtime.methods.generation import as_they_end
 
     _connect()
     with runtime:

@@ -1,16 +1,17 @@
 """`AsyncPPDRuntime`: a runtime for programs with an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ppd_runtime.config import UNSET, RuntimeConfig
-from ppd_runtime.methods.base import Generation, TextGenerator
-from ppd_runtime.methods.batch import exhaust
+from ppd_runtime.launch.supervisor import CLOSED
+from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import Messages, options_of
+from ppd_runtime.methods.generation import Generation
 from ppd_runtime.methods.prompts import Prompt, Prompts
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.runtime import PPDRuntime
@@ -18,20 +19,19 @@ from ppd_runtime.sampling_params import SamplingParams, sampling_from
 from ppd_runtime.settings import takes_settings
 
 Decoder = TypeVar("Decoder", bound=TextGenerator)
+Told: TypeAlias = TokenEvent | GenerationResult | Exception
+"""An event, if they are wanted, or at the end the result or an error."""
 
 
 class AsyncDecoding(Generic[Decoder]):
-    """Any way of decoding for an event loop: its requests run in threads, as many at once as it takes.
+    """Any way of decoding for an event loop: requests that run have threads, requests that wait need none.
 
     A request whose task is cancelled ends within a token; one that still waits for its turn never begins.
     """
 
     def __init__(self, generator: Decoder) -> None:
         self.generator = generator
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.generator.max_requests, "ppd-request")
+        self._threads, self._is_closed = ThreadPoolExecutor(generator.max_requests, "ppd-request"), False
 
     async def generate(
         self,
@@ -44,7 +44,7 @@ class AsyncDecoding(Generic[Decoder]):
     ) -> Any:
         """Like `PPDRuntime.generate`: one result, or a list of them for `n` and for several prompts."""
         requests, alone = self.generator.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
-        results = await together([self.finish(request) for request in requests])
+        results = await self.results(requests)
         return results[0] if alone else results
 
     async def chat(
@@ -73,47 +73,67 @@ class AsyncDecoding(Generic[Decoder]):
     ) -> "AsyncGeneration":
         """Like `PPDRuntime.stream`, for `async for`. The call sends the request at once, or queues it."""
         told = {"add_special_tokens": add_special_tokens, "boundaries": boundaries, "passes": passes}
-        return self.follow(self.generator.stream(prompt, params, **told, **settings))
+        return AsyncGeneration(self.generator.stream(prompt, params, **told, **settings), self)
 
-    def follow(self, generation: Generation) -> "AsyncGeneration":
-        """Run a request, and give its events."""
-        return AsyncGeneration(generation, self._threads)
-
-    async def finish(self, generation: Generation) -> GenerationResult:
-        """Run a request to its end."""
+    def hand_on(self, generation: Generation, tell: Callable[[Told], object]) -> None:
+        """Run a request at its turn; `tell` gets each event of a live one, then the end, in the loop of this call."""
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
+        work = partial(_hand_on, generation, asyncio.get_running_loop(), tell)
         try:
-            await asyncio.wrap_future(self._threads.submit(exhaust, generation))
-        except asyncio.CancelledError:
-            generation.cancel()
+            generation.line_up(lambda: self._threads.submit(work) if generation.has_turn else work())
+        except BaseException:
+            generation.close()
             raise
-        return generation.result
+
+    async def events(
+        self, generations: Sequence[Generation], at_end: Callable[[Generation], object] = lambda _: None
+    ) -> AsyncGenerator[tuple[int, TokenEvent | GenerationResult], None]:
+        """Run requests: each one's number with its events as they come, if it is live, and then with its result.
+
+        `at_end` is called before a result is given. If a request or `at_end` fails, all requests are cancelled.
+        """
+        arrived: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        left = len(generations)
+        try:
+            for number, generation in enumerate(generations):
+                self.hand_on(generation, partial(_put, arrived, number))
+            while left:
+                number, item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, GenerationResult):
+                    at_end(generations[number])
+                    left -= 1
+                yield number, item
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+    async def results(
+        self, generations: Sequence[Generation], at_end: Callable[[Generation], object] = lambda _: None
+    ) -> list[GenerationResult]:
+        """Run requests to their ends, as `events` does."""
+        async for _ in self.events(generations, at_end):
+            pass
+        return [generation.result for generation in generations]
 
     async def close(self) -> None:
         """Stop what runs, and close the generator; a second call does nothing."""
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def end_threads(self) -> None:
-        """Take no further requests; the generator stays open."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Take no further requests, and end those that wait; the generator stays open."""
+        self._is_closed = True
+        self.generator.queue.cancel_waiting()
+        self._threads.shutdown(wait=False)
 
     def _close(self) -> None:
-        self.generator.close()
         self.end_threads()
+        self.generator.close()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-async def together(works: Sequence[Coroutine[Any, Any, GenerationResult]]) -> list[GenerationResult]:
-    """The results of all; if one fails or this is cancelled, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 class AsyncGeneration(AsyncIterator[TokenEvent]):
@@ -122,16 +142,13 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
     Dropped in the middle, as by a task that is cancelled between two events, it ends within a token.
     """
 
-    def __init__(self, generation: Generation, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, generation: Generation, decoding: AsyncDecoding[Any]) -> None:
         self._generation, self._over = generation, False
-        self._arrived: asyncio.Queue[TokenEvent | BaseException | None] = asyncio.Queue()
-        told = asyncio.get_running_loop(), self._arrived  # the thread knows nothing of this object
-        self._work = threads.submit(_hand_on, generation, *told)
+        self._arrived: asyncio.Queue[Told] = asyncio.Queue()
+        decoding.hand_on(generation, self._arrived.put_nowait)  # which knows nothing of this object
 
     def __del__(self) -> None:
         self._generation.cancel()
-        if hasattr(self, "_work"):
-            self._work.cancel()
 
     async def __anext__(self) -> TokenEvent:
         if self._over:
@@ -144,7 +161,7 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         if isinstance(item, TokenEvent):
             return item
         self._over = True
-        if item is not None:
+        if isinstance(item, Exception):
             raise item
         raise StopAsyncIteration
 
@@ -155,8 +172,6 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
 
     def cancel(self) -> None:
         """End within a token; events go on until then."""
-        if self._work.cancel():  # its turn had not come
-            self._arrived.put_nowait(None)
         self._generation.cancel()
 
     async def aclose(self) -> None:
@@ -166,20 +181,21 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
             pass
 
 
-def _hand_on(
-    generation: Generation,
-    loop: asyncio.AbstractEventLoop,
-    arrived: "asyncio.Queue[TokenEvent | BaseException | None]",
-) -> None:
-    """In a thread, hand each event and the end to a loop; a closed loop wants no more."""
+def _put(arrived: "asyncio.Queue[tuple[int, Told]]", number: int, item: Told) -> None:
+    arrived.put_nowait((number, item))
+
+
+def _hand_on(generation: Generation, loop: asyncio.AbstractEventLoop, tell: Callable[[Told], object]) -> None:
+    """Run a request to its end; a closed loop wants no more."""
     try:
-        end: BaseException | None = None
         try:
             for event in generation:
-                loop.call_soon_threadsafe(arrived.put_nowait, event)
+                if generation.live:
+                    loop.call_soon_threadsafe(tell, event)
+            end: Told = generation.result
         except Exception as error:  # noqa: BLE001 (who awaits the next event gets it)
             end = error
-        loop.call_soon_threadsafe(arrived.put_nowait, end)
+        loop.call_soon_threadsafe(tell, end)
     except RuntimeError:
         generation.cancel()
     finally:

@@ -88,7 +88,7 @@ class PPDRuntime(TextGenerator):
         defaults = generation_defaults(info, self.config.generation_config)
         super().__init__(info, load_tokenizer(info), defaults, self._room())
         self._share = self._place_workers()
-        cores, room = self._share.cores, self._queue.most_tokens
+        cores, room = self._share.cores, self.queue.most_tokens
         self._specs = [replace(spec, cores=cores[spec.rank], cache_tokens=room) for spec in self._specs]
         self._traced, self._conditions = self.config.trace, emulation_note(emulate)
         self._progress = progress or logger.info

@@ -39,7 +39,7 @@ class Stepwise(OrdinaryDecoding):
     @property
     def is_busy(self) -> bool:
         """Whether a request has its turn."""
-        return bool(self._endings)
+        return bool(self.queue.running)
 
     def allow(self, tokens: int) -> None:
         """Let so many tokens follow."""
@@ -75,7 +75,7 @@ class Running:
     @property
     def taken(self) -> int:
         """Choices that run or wait."""
-        return self.server.service.admission.taken
+        return self.server.service.generator.queue.taken
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ppd_runtime.settings import summary
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ppd_runtime.methods.base import Generation
+    from ppd_runtime.methods.generation import Generation
 
 _SAMPLING = options.sampling(
     *options.SAMPLING,

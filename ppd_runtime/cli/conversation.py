@@ -12,7 +12,8 @@ from ppd_runtime.sampling_params import BY_CHANCE, SAMPLING_SETTINGS, SamplingPa
 from ppd_runtime.settings import check_known, summary
 
 if TYPE_CHECKING:
-    from ppd_runtime.methods.base import Generation, TextGenerator
+    from ppd_runtime.methods.base import TextGenerator
+    from ppd_runtime.methods.generation import Generation
     from ppd_runtime.results import GenerationResult
 
 Message = Mapping[str, str]

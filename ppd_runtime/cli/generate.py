@@ -23,7 +23,8 @@ from ppd_runtime.sampling_params import BY_CHANCE, SamplingParams
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ppd_runtime.methods.base import Generation, TextGenerator
+    from ppd_runtime.methods.base import TextGenerator
+    from ppd_runtime.methods.generation import Generation
     from ppd_runtime.results import GenerationResult, TokenEvent
 
 

@@ -1,26 +1,23 @@
-"""`generate` and `stream`, the same for every way of decoding: checks, text, events, statistics, turns."""
+"""`generate`, `stream` and `chat`, the same for every way of decoding: what they take, and its checks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
-from ppd_runtime.logprobs import TokenLogprobs
-from ppd_runtime.methods.batch import exhaust_all, several_prompts, with_seeds
+from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, options_of, template_of
-from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, token_ids_of
+from ppd_runtime.methods.generation import Generation, as_they_end, exhaust, with_seeds
+from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, several_prompts, token_ids_of
 from ppd_runtime.methods.request_queue import RequestQueue, Room
-from ppd_runtime.methods.steps import Step, Totals, in_parts, lengths_of_runs
+from ppd_runtime.methods.steps import Steps, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
-from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
+from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.sampling_params import SamplingParams, sampling_from
-from ppd_runtime.text import TextStream
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -40,9 +37,8 @@ class TextGenerator(ABC):
         queue: RequestQueue | None = None,
     ) -> None:
         self.info, self.tokenizer, self.defaults = info, tokenizer, defaults
-        self._queue = queue or RequestQueue(1)
-        self._endings: list[Ending] = []
-        """Ends of the requests that run."""
+        self.queue = queue or RequestQueue(1)
+        """Admits every request."""
 
     def close(self) -> None:  # noqa: B027 (most generators hold nothing)
         """Release what the generator holds; a second call does nothing."""
@@ -70,17 +66,12 @@ class TextGenerator(ABC):
     @property
     def max_requests(self) -> int:
         """Requests that run at once; further calls wait for their turn."""
-        return self._queue.most
+        return self.queue.most
 
     @property
     def room(self) -> Room | None:
         """The room for keys and values that a request may have; None: any number of tokens."""
-        return self._queue.room
-
-    @property
-    def room_taken(self) -> float:
-        """The share of the room for keys and values that requests hold, including future tokens; 0 to 1."""
-        return self._queue.usage
+        return self.queue.room
 
     @property
     @abstractmethod
@@ -88,9 +79,7 @@ class TextGenerator(ABC):
         """How it decodes, as JSON values: the `method` by its name in `open_method`, and its layout."""
 
     @abstractmethod
-    def _steps(
-        self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> Generator[Step | Totals, None, None]:
+    def _steps(self, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
         """Yield each new token, then the totals; `live` is a `Live`."""
 
     @abstractmethod
@@ -141,8 +130,8 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
-        self._queue.check_own(max(request.most_tokens for request in requests))
-        exhaust_all(requests, self.max_requests)
+        self.queue.check_own(max(request.most_tokens for request in requests))
+        exhaust(as_they_end(requests, self.max_requests))
         return requests[0].result if alone else [request.result for request in requests]
 
     def requests(
@@ -151,7 +140,7 @@ class TextGenerator(ABC):
         params: SamplingParams,
         n: int | None,
         add_special_tokens: bool,
-    ) -> tuple["list[Generation]", bool]:
+    ) -> tuple[list[Generation], bool]:
         """The checked requests that `generate` runs with these arguments, and whether it gives one result alone."""
         prompts = several_prompts(prompt, n)
         texts: list[Any] = prompts or [prompt]
@@ -212,7 +201,7 @@ class TextGenerator(ABC):
         boundaries: bool = False,
         passes: bool = False,
         **settings: Any,
-    ) -> "Generation":
+    ) -> Generation:
         """Like `generate`, but gives each token as soon as it is certain; read the result after the last.
 
         `boundaries`: with stages, the events' `news` tell which boundary foresaw each token. `passes`: that, and what
@@ -223,7 +212,7 @@ class TextGenerator(ABC):
 
     def request(
         self, prompt: Prompt, params: SamplingParams, live: int = Live.TOKENS, add_special_tokens: bool = True
-    ) -> "Generation":
+    ) -> Generation:
         """Check a request; it begins when its first event is asked for. `live` is what its events tell."""
         params = self.settled(params)
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
@@ -245,8 +234,7 @@ class TextGenerator(ABC):
 
         Calls that wait for their turn are not touched. Where nothing is running, nothing happens.
         """
-        for ending in [*self._endings]:
-            ending.cancel()
+        self.queue.cancel_running()
 
     def _prompt_ids(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
         token_ids = self.prompt_ids(prompt, add_special_tokens)
@@ -259,150 +247,10 @@ class TextGenerator(ABC):
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
         wanted = prompt_size + params.max_new_tokens
-        bounds = (self.info.max_positions, "the model's {} positions"), (self._queue.most_tokens, "max_cache_tokens={}")
+        bounds = (self.info.max_positions, "the model's {} positions"), (self.queue.most_tokens, "max_cache_tokens={}")
         for most, bound in bounds:
             if most is not None and wanted > most:
                 raise ValueError(
                     f"{prompt_size} prompt tokens and max_new_tokens={params.max_new_tokens} make {wanted}, more than "
                     f"{bound.format(most)}: shorten the prompt or ask for fewer tokens"
                 )
-
-    @contextmanager
-    def _turn(self, ending: Ending, tokens: int) -> Iterator[bool]:
-        """The turn of a request of `tokens` tokens, including those it may get; False: it was cancelled before."""
-        turn = self._queue.take(tokens, ending.reason)
-        if turn is None:
-            yield False
-            return
-        self._endings.append(ending)
-        try:
-            yield True
-        finally:
-            self._endings.remove(ending)
-            self._queue.give_back(turn)
-
-
-class Generation(Iterator[TokenEvent]):
-    """A generation in progress: iterate over its events, then read `result`. Closing it early cancels it."""
-
-    def __init__(
-        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int = Live.TOKENS
-    ) -> None:
-        self.prompt_tokens = len(prompt_ids)
-        self.most_tokens = self.prompt_tokens + params.max_new_tokens
-        """Prompt tokens and those it may get."""
-        self._outcome: list[GenerationResult] = []
-        self._ending = Ending(params.timeout_s)
-        self._on_turn: list[Callable[[], None]] = []
-        # The running generator does not refer to this object, so dropping that ends it at once.
-        request = _Request(generator, prompt_ids, params, live, self._ending)
-        self._events = request.events(self._outcome, self._on_turn)
-
-    def __next__(self) -> TokenEvent:
-        return next(self._events)
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished generation; raises RuntimeError while events are left."""
-        if not self._outcome:
-            raise RuntimeError("the generation has not finished: iterate over its events first")
-        return self._outcome[0]
-
-    def on_turn(self, call: Callable[[], None]) -> None:
-        """Call `call` when the generation's turn comes, in the thread that asks for its first event."""
-        self._on_turn.append(call)
-
-    def cancel(self) -> None:
-        """End within a token, from any thread: the finish reason is "cancelled", with the text so far."""
-        self._ending.cancel()
-
-    def close(self) -> None:
-        """Cancel the generation, if it has not finished, and free the runtime for the next call."""
-        self._events.close()
-
-
-class _Request:
-    """What one generation is made from."""
-
-    def __init__(
-        self, generator: TextGenerator, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
-    ) -> None:
-        self._generator, self._prompt_ids, self._params, self._ending = generator, prompt_ids, params, ending
-        self._live = live  # if tokens are not read as they come, the text is made at the end
-
-    def events(
-        self, outcome: list[GenerationResult], on_turn: Sequence[Callable[[], None]]
-    ) -> Generator[TokenEvent, None, None]:
-        """Generate; the result joins `outcome` after the last event."""
-        with self._generator._turn(self._ending, len(self._prompt_ids) + self._params.max_new_tokens) as has_turn:
-            if not has_turn:
-                outcome.append(self._finish([], [], Totals(CANCELLED, PathStats())))
-                return
-            for call in on_turn:
-                call()
-            yield from self._decoded(outcome)
-
-    def _decoded(self, outcome: list[GenerationResult]) -> Generator[TokenEvent, None, None]:
-        parts = in_parts(self._generator, self._prompt_ids, self._params, self._live, self._ending)
-        with closing(parts) as steps:
-            text = TextStream(self._generator.tokenizer, self._params.stop)
-            events: list[TokenEvent] = []
-            of_prompt: list[TokenLogprobs] = []
-            for step in steps:
-                if isinstance(step, Totals):
-                    outcome.append(self._finish(events, of_prompt, step))
-                    return
-                piece = self._piece(text, step) if self._live else ""
-                position = len(self._prompt_ids) + len(events)
-                *before, own = step.logprobs or (None,)
-                of_prompt += before
-                events.append(TokenEvent(step.token_id, piece, position, step.hit, own, step.news))
-                yield events[-1]
-
-    @staticmethod
-    def _piece(text: TextStream, step: Step) -> str:
-        return text.push(step.token_id) + (text.finish() if step.last else "")
-
-    def _whole_text(self, events: list[TokenEvent], reason: str) -> str:
-        if self._live and reason not in (CANCELLED, TIMEOUT):  # then the last event may not have been final
-            return "".join(event.text for event in events)
-        text = TextStream(self._generator.tokenizer, self._params.stop)
-        return "".join([*(text.push(event.token_id) for event in events), text.finish()])
-
-    def _finish(self, events: list[TokenEvent], of_prompt: list[TokenLogprobs], totals: Totals) -> GenerationResult:
-        asked = self._params.logprobs is not None
-        return GenerationResult(
-            text=self._whole_text(events, totals.finish_reason),
-            token_ids=tuple(event.token_id for event in events),
-            prompt_ids=tuple(self._prompt_ids),
-            finish_reason=totals.finish_reason,
-            stats=self._stats([event.hit for event in events], totals),
-            trace=totals.trace,
-            news=totals.news,
-            logprobs=tuple(event.logprobs for event in events if event.logprobs) if asked else None,
-            prompt_logprobs=tuple(of_prompt) if self._params.prompt_logprobs else None,
-            seed=self._params.seed,
-        )
-
-    def _stats(self, verdicts: list[bool | None], totals: Totals) -> Stats:
-        hits = [hit for hit in verdicts if hit is not None]
-        if totals.first_boundary:
-            *named, never = totals.first_boundary
-            hits = [True] * sum(named) + [False] * never
-        path = totals.path
-        rate = path.foreseen / path.asked if path.asked else sum(hits) / len(hits) if hits else None
-        return Stats(
-            prompt_tokens=len(self._prompt_ids),
-            new_tokens=len(verdicts),
-            hits=sum(hits),
-            misses=len(hits) - sum(hits),
-            run_lengths=totals.run_lengths or lengths_of_runs(verdicts),
-            predicted_ratio=self._generator._predicted_ratio(rate, len(verdicts), totals),
-            sub_layer_passes=totals.sub_layer_passes,
-            sub_coherence_layer_passes=totals.sub_coherence_layer_passes,
-            first_boundary=totals.first_boundary,
-            layout=totals.layout,
-            outside_guess_vocab=totals.outside_guess_vocab,
-            speculation=totals.speculation,
-            **{field.name: getattr(totals.path, field.name) for field in fields(totals.path)},
-        )

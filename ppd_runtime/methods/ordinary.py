@@ -1,17 +1,17 @@
-"""`OrdinaryDecoding`: the oracle with the same `generate` and `stream` as every other way of decoding."""
+"""Ordinary decoding: every token through all layers, one after the other. It is the oracle for every other method."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
-from ppd_runtime.methods.autoregressive import autoregressive
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.sampling import TimedSampler
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.sampling import Sampler, TimedSampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import takes_settings
 from ppd_runtime.text import StopRule
@@ -48,3 +48,24 @@ class OrdinaryDecoding(OneProcessDecoding):
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
         return 1.0
+
+
+def autoregressive(
+    stage: LayerRange, prompt_ids: Sequence[int], capacity: int, sampler: Sampler, stop: StopRule
+) -> Iterator[tuple[int, None, str | None]]:
+    """Yield each new token, None for the draft that it has not, and with the last one why it is the last.
+
+    `stage` holds the whole model; `capacity` is the most tokens that prompt and text can come to.
+    """
+    history = list(prompt_ids)
+    stage.begin(capacity)
+    inputs, position, reason = history, 0, None
+    while reason is None:
+        hidden = stage.run(0, stage.num_layers, inputs, position)
+        if not position:
+            sampler.note_prompt(stage.logits, hidden, history)
+        position = len(history)
+        token = sampler.choose(stage.logits(hidden), history)
+        history.append(token)
+        inputs, reason = [token], stop.finish_reason(token)
+        yield token, None, reason

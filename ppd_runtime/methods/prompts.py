@@ -24,6 +24,31 @@ _HALF = re.compile("[\ud800-\udfff]")
 _SHOWN = 20  # characters before it
 
 
+def several_prompts(prompt: object, n: int | None) -> list[Prompt]:
+    """The prompts in a list of texts, of encodings, or of two lists of token ids at least; none for a single prompt.
+
+    One list of token ids within a list is one prompt, as a tensor `[1, tokens]` is.
+
+    Raises:
+        ValueError: for texts mixed with other things, and for `n` with several prompts.
+    """
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return []
+    if any(isinstance(one, str) for one in prompt):
+        for index, one in enumerate(prompt):
+            if not isinstance(one, str):
+                raise ValueError(
+                    f"prompt {index + 1} of {len(prompt)} is {one!r:.200}: give a list of texts, or one prompt"
+                )
+    elif not all(isinstance(one, BatchEncoding) for one in prompt) and not (
+        len(prompt) > 1 and all(isinstance(one, list | tuple) for one in prompt)
+    ):
+        return []
+    if n is not None:
+        raise ValueError(f"n={n} with {len(prompt)} prompts: give one prompt, or leave n out")
+    return list(prompt)
+
+
 def token_ids_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size: int, add_special_tokens: bool = True
 ) -> list[int]:

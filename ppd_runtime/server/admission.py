@@ -1,79 +1,87 @@
-"""Who may come in: room is reserved before a request waits, and given back when its answer has ended."""
+"""What the server refuses, more choices than may wait and all while it ends, and how long the others take."""
 
 import asyncio
 import math
+import time
+from collections.abc import Sequence
 
+from ppd_runtime.methods.generation import Generation
+from ppd_runtime.methods.request_queue import Place, RequestQueue
 from ppd_runtime.server.errors import ApiError
+from ppd_runtime.server.metrics import Metrics
+
+_LOOK_EVERY_S = 0.02
 
 
 class Admission:
-    """Counts the choices that run and wait; `at_once` of them run, and `most_waiting` more may wait."""
+    """Lets choices into a generator's queue, which counts them; `most_waiting` may wait beside those that run."""
 
-    def __init__(self, at_once: int, most_waiting: int) -> None:
-        self.at_once, self.most = at_once, at_once + most_waiting
-        self.taken = 0
-        """Choices that run or wait."""
+    def __init__(self, queue: RequestQueue, most_waiting: int, metrics: Metrics) -> None:
+        self._queue, self._most_waiting, self._metrics = queue, most_waiting, metrics
         self.draining = False
         """Whether the server is about to end."""
         self.unwell: list[str] = []
         """Workers that are needed and do not serve."""
         self._seconds_each = 1.0
-        self._emptied = asyncio.Event()
 
-    def enter(self, choices: int) -> "Ticket":
-        """Reserve room.
+    @property
+    def is_open(self) -> bool:
+        """Whether another choice would be let in, and served."""
+        return not (self.draining or self.unwell) and self._queue.taken < self._most
+
+    @property
+    def _most(self) -> int:
+        return self._queue.most + self._most_waiting
+
+    def enter(self, choices: int) -> list[Place]:
+        """Places for a request's choices; `leave` gives them back.
 
         Raises:
             ApiError: 400 for more choices than there ever is room for, 429 if there is none now, 503 at the end.
         """
         self.check_open()
         self.check_number(choices, "n")
-        if self.taken + choices > self.most:
-            waiting_s = max(1, math.ceil(self._seconds_each * self.taken / self.at_once))
-            message = f"{self.taken} choices run or wait, {self.most} are the most: come again in {waiting_s} s"
+        if not (places := self._queue.join(choices, self._most_waiting)):
+            taken = self._queue.taken
+            waiting_s = max(1, math.ceil(self._seconds_each * taken / self._queue.most))
+            message = f"{taken} choices run or wait, {self._most} are the most: come again in {waiting_s} s"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=min(waiting_s, 60))
-        self.taken += choices
-        return Ticket(self, choices)
+        return places
+
+    def leave(self, places: Sequence[Place]) -> None:
+        """Give places back; a choice that still runs ends within a token, and its place is free then."""
+        for place in places:
+            self._queue.cancel(place)
 
     def check_number(self, choices: int, field: str) -> None:
         """Raise ApiError for more choices than there ever is room for; `field` is what asks for them."""
-        if choices > self.most:
-            raise ApiError(400, f"{field}: {choices} choices at once, {self.most} are the most: ask for fewer", field)
+        if choices > self._most:
+            raise ApiError(400, f"{field}: {choices} choices at once, {self._most} are the most: ask for fewer", field)
 
     def check_open(self) -> None:
         """Raise ApiError if the server is about to end."""
         if self.draining:
             raise ApiError(503, "the server is shutting down: ask another one", retry_after_s=5)
 
-    def note_time(self, seconds: float) -> None:
-        """Note a choice's time."""
-        self._seconds_each += 0.2 * (seconds - self._seconds_each)
+    def note(self, generation: Generation) -> None:
+        """Note the times of a choice that has ended; raises ApiError if the server began to end before its turn."""
+        place = generation.place
+        if place is None or place.waits_since is None or place.runs_since is None:
+            self.check_open()
+            return
+        runs_s, queued_s = place.ran_until - place.runs_since, place.runs_since - place.waits_since
+        self._metrics.note(generation.result, queued_s, queued_s + runs_s)
+        self._seconds_each += 0.2 * (runs_s - self._seconds_each)
 
-    async def empty(self, timeout_s: float) -> bool:
-        """Wait until no request is in; False if one still is after `timeout_s`."""
-        self._emptied.clear()
-        if self.taken:
-            try:
-                await asyncio.wait_for(self._emptied.wait(), timeout_s)
-            except asyncio.TimeoutError:
-                return False
-        return True
+    def drain(self) -> int:
+        """Refuse new and waiting choices from now on; returns the number of those that run."""
+        self.draining = True
+        self._queue.cancel_waiting()
+        return len(self._queue.running)
 
-    def leave(self, choices: int) -> None:
-        """Choices have ended."""
-        self.taken -= choices
-        if not self.taken:
-            self._emptied.set()
-
-
-class Ticket:
-    """Room for a request's choices, until it is closed; a second time does nothing."""
-
-    def __init__(self, admission: Admission, choices: int) -> None:
-        self._admission, self._choices = admission, choices
-
-    def close(self) -> None:
-        """Give the room back."""
-        if self._choices:
-            self._admission.leave(self._choices)
-            self._choices = 0
+    async def empty(self, timeout_s: float) -> int:
+        """Wait until no choice is in; returns the number that still is after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (taken := self._queue.taken) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return taken

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ from ppd_runtime.server.completions import Completions
 from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
 from ppd_runtime.server.gate import Gate
-from ppd_runtime.server.jobs import Jobs
 from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
-from ppd_runtime.server.text_threads import TextThreads
 
 logger = logging.getLogger(__name__)
+_TEXT_THREADS = 4
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
@@ -43,27 +43,19 @@ class Service:
 
     def __init__(self, generator: TextGenerator, settings: ServerSettings) -> None:
         self.generator = generator
-        self.decoding = AsyncDecoding(generator)
         self.model = settings.served_model_name or generator.info.name
-        self.metrics = Metrics(self.model, lambda: generator.room_taken)
-        self.admission = Admission(generator.max_requests, settings.max_waiting)
+        self.metrics = Metrics(self.model, generator.queue)
+        self.admission = Admission(generator.queue, settings.max_waiting, self.metrics)
         self.chat_template = template_of(settings.chat_template)
-        self.jobs = Jobs(self.decoding, self.admission, self.metrics)
-        self.texts = TextThreads()
+        self._decoding, self._texts = AsyncDecoding(generator), ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
         self.completions = Completions(
-            generator,
-            self.admission,
-            self.jobs,
-            self.texts,
-            self.model,
-            self.chat_template,
-            settings.request_timeout_s,
+            self._decoding, self.admission, self._texts, self.model, self.chat_template, settings.request_timeout_s
         )
 
     def end_threads(self) -> None:
         """Take no further requests."""
-        self.decoding.end_threads()
-        self.texts.end()
+        self._decoding.end_threads()
+        self._texts.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -179,7 +171,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(asked: TokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            tokens = await service.texts.run(lambda: encoded(asked))
+            tokens = await service.completions.in_thread(lambda: encoded(asked))
         except ValueError as error:
             raise refused(error, "messages" if asked.messages else "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
@@ -188,7 +180,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(asked: DetokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            text = await service.texts.run(lambda: decoded(asked.tokens))
+            text = await service.completions.in_thread(lambda: decoded(asked.tokens))
         except ValueError as error:
             raise refused(error, "tokens") from error
         return JsonResponse({"prompt": text})
@@ -206,7 +198,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        if admission.draining or admission.unwell or admission.taken >= admission.most:
+        if not admission.is_open:
             return JsonResponse({"status": "not ready"}, 503, {"retry-after": "1"})
         return JsonResponse({"status": "ready"})
 

@@ -1,29 +1,31 @@
 """`/v1/completions` and `/v1/chat/completions`: from a request to its answer."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ppd_runtime.methods.base import Generation, TextGenerator
-from ppd_runtime.methods.batch import with_seeds
+from ppd_runtime.async_runtime import AsyncDecoding
+from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.generation import Generation, with_seeds
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
-from ppd_runtime.server.jobs import ClientGone, Jobs, while_connected
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
-from ppd_runtime.server.text_threads import TextThreads
 from ppd_runtime.server.timeline import layout_of
 from ppd_runtime.server.token_texts import text_of
 
 logger = logging.getLogger(__name__)
+Done = TypeVar("Done")
 _MOST_NEW_TOKENS = 4096  # if a chat names none, and the model has no last position
 _LEAST_NEW_TOKENS = 256  # if it names none, and its prompt leaves fewer of its share of the room
 
@@ -39,13 +41,21 @@ class Choices(NamedTuple):
 class Completions:
     """Answers requests for text."""
 
-    generator: TextGenerator
+    decoding: AsyncDecoding[TextGenerator]
     admission: Admission
-    jobs: Jobs
-    texts: TextThreads
+    texts: Executor
     model: str
     chat_template: str | None
     timeout_s: float
+
+    @property
+    def generator(self) -> TextGenerator:
+        """What decodes."""
+        return self.decoding.generator
+
+    async def in_thread(self, work: Callable[[], Done]) -> Done:
+        """What `work` gives, which makes tokens of texts or the reverse: megabytes take seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self.texts, work)
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
@@ -64,11 +74,14 @@ class Completions:
         self, asked: Sampling, request: Request, prompts: int, prepare: "Callable[[], Choices]"
     ) -> Response:
         with ExitStack() as room:
-            room.callback(self.admission.enter(prompts * asked.n).close)
+            places = self.admission.enter(prompts * asked.n)
+            room.callback(self.admission.leave, places)
             try:
-                generations, echoes = await self.texts.run(prepare)
+                generations, echoes = await self.in_thread(prepare)
             except ValueError as error:
                 raise refused(error, "messages" if isinstance(asked, ChatRequest) else "prompt") from error
+            for generation, place in zip(generations, places, strict=True):
+                generation.place = place
             sizes = [generation.prompt_tokens for generation in generations]
             wanted = asked.logprobs_wanted is not None
             chat, most = isinstance(asked, ChatRequest), asked.most_tokens
@@ -78,14 +91,16 @@ class Completions:
             form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout)
             answer = Answer(form, self.generator.tokenizer)
             if asked.stream:
-                return EventStream(self.jobs, generations, answer, form, room.pop_all())
+                return EventStream(self, generations, answer, form, room.pop_all())
+            self.admission.check_open()
             try:
-                results = await while_connected(request.receive, self.jobs.finish_all(generations))
+                work = self.decoding.results(generations, self.admission.note)
+                results = await while_connected(request.receive, work)
             except ClientGone:
                 return Response(status_code=GONE)
         if not wanted:
             return JsonResponse(answer.whole(results))
-        return JsonResponse(await self.texts.run(lambda: answer.whole(results)))  # a prompt's tokens take seconds
+        return JsonResponse(await self.in_thread(lambda: answer.whole(results)))  # a prompt's tokens take seconds
 
     def _prepared(self, asked: CompletionRequest, prompts: "Sequence[str | list[int]]") -> "Choices":
         special_tokens = asked.add_special_tokens is not False
@@ -125,11 +140,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, jobs: Jobs, generations: Sequence[Generation], answer: Answer, form: Asked, room: ExitStack
+        self,
+        completions: Completions,
+        generations: Sequence[Generation],
+        answer: Answer,
+        form: Asked,
+        room: ExitStack,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._jobs, self._generations, self._answer, self._form = jobs, generations, answer, form
+        self._completions, self._generations, self._answer, self._form = completions, generations, answer, form
         self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,13 +171,14 @@ class EventStream(Response):
             for number in range(len(self._generations)):
                 for chunk in answer.opening(number):
                     await tell(chunk)
-            async with aclosing(self._jobs.events(self._generations, self._room.close)) as events:
-                async for number, event in events:
-                    if isinstance(event, GenerationResult):
-                        results[number] = event
-                        await tell(answer.closing(number, event))
-                    elif self._form.most_tokens != 0:
-                        await tell(answer.piece(number, event))
+            admission, decoding = self._completions.admission, self._completions.decoding
+            admission.check_open()
+            async for number, event in decoding.events(self._generations, admission.note):
+                if isinstance(event, GenerationResult):
+                    results[number] = event
+                    await tell(answer.closing(number, event))
+                elif self._form.most_tokens != 0:
+                    await tell(answer.piece(number, event))
             if self._form.stream_options.include_usage:
                 await tell(answer.usage_chunk([results[number] for number in range(len(results))]))
         except ApiError as error:  # the status is told already
@@ -166,3 +187,31 @@ class EventStream(Response):
             logger.error("request %s failed: %s", request_id, error)
             await tell(ApiError(500, str(error)).body)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+class ClientGone(Exception):
+    """The answer is no longer waited for."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:
+    """The result of `work`, which is cancelled if the client goes away.
+
+    Raises:
+        ClientGone: it has.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client goes away; the request's body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

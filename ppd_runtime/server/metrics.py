@@ -1,9 +1,8 @@
 """What the server counts for Prometheus: vLLM's names, so that its dashboards serve here, and hits by boundary."""
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.server.answers import reason_told
 
@@ -12,13 +11,17 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """One server's metrics, with the label `model_name`; `room_taken` gives the share of the cache in use."""
+    """One server's metrics, with the label `model_name`; `queue` knows which choices run and wait."""
 
-    def __init__(self, model_name: str, room_taken: Callable[[], float]) -> None:
+    def __init__(self, model_name: str, queue: RequestQueue) -> None:
         self.registry, self._model_name = CollectorRegistry(), model_name
-        self.running = self._gauge("vllm:num_requests_running", "Choices that are being decoded.")
-        self.waiting = self._gauge("vllm:num_requests_waiting", "Choices that wait for their turn.")
-        self._gauge("vllm:kv_cache_usage_perc", "Share of the cache that choices have.").set_function(room_taken)
+        for name, about, value in (
+            ("num_requests_running", "Choices that are being decoded.", lambda: len(queue.running)),
+            ("num_requests_waiting", "Choices that wait for their turn.", lambda: len(queue.waiting)),
+            ("kv_cache_usage_perc", "Share of the cache that choices have.", lambda: queue.usage),
+        ):
+            gauge = Gauge(f"vllm:{name}", about, ["model_name"], registry=self.registry)
+            gauge.labels(model_name).set_function(value)
         self._total("vllm:num_preemptions", "Choices that lost their room to others: none, room is reserved before.")
         self._prompt_tokens = self._total("vllm:prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = self._total("vllm:prompt_tokens_cached", "Tokens of prompts that were kept from others.")
@@ -70,9 +73,6 @@ class Metrics:
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(name, about, ["model_name"], registry=self.registry).labels(self._model_name)
 
     def _total(self, name: str, about: str) -> Counter:
         return Counter(name, about, ["model_name"], registry=self.registry).labels(self._model_name)

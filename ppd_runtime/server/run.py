@@ -116,13 +116,12 @@ class Server(uvicorn.Server):
 
     async def drain(self) -> None:
         """Refuse new requests, give the others their time, and end."""
-        self.service.admission.draining = True
-        taken = self.service.admission.taken
-        logger.info("shutting down: %d choices have %.0f s", taken, self._settings.shutdown_timeout_s)
-        if not await self.service.admission.empty(self._settings.shutdown_timeout_s):
-            logger.warning("%d choices did not finish in time", self.service.admission.taken)
-            self.service.jobs.cancel_all()
-            await self.service.admission.empty(_LAST_ANSWERS_S)
+        admission, patience_s = self.service.admission, self._settings.shutdown_timeout_s
+        logger.info("shutting down: %d choices have %.0f s", admission.drain(), patience_s)
+        if late := await admission.empty(patience_s):
+            logger.warning("%d choices did not finish in time", late)
+            self.service.generator.cancel()
+            await admission.empty(_LAST_ANSWERS_S)
         self.should_exit = True
 
     async def _look_after_workers(self) -> None:

@@ -84,7 +84,7 @@ def test_another_thread_cancels(method: TextGenerator, expected: tuple[int, ...]
     results = []
     worker = threading.Thread(target=lambda: results.append(method.generate(PROMPT, **LONG)))
     worker.start()
-    while worker.is_alive() and not method._endings:
+    while worker.is_alive() and not method.queue.running:
         time.sleep(0.001)
     time.sleep(0.05)
     method.cancel()

@@ -15,8 +15,9 @@ from servers import Stepwise
 from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods import request_queue
-from ppd_runtime.methods.request_queue import RequestQueue
+from ppd_runtime.methods.request_queue import Place, RequestQueue
 from ppd_runtime.pipeline.ports import Work
 from ppd_runtime.workers.session import Session
 from ppd_runtime.workers.worker import Worker
@@ -126,19 +127,25 @@ def test_streams_of_one_thread_go_on_side_by_side(folder: str, ordinary: Ordinar
         assert [event.token_id for event in streams[1]] == list(expected[1:])
 
 
+def take(queue: RequestQueue, tokens: int = 0) -> Place:
+    (place,) = queue.join()
+    queue.wait(place, tokens, Ending(None))
+    return place
+
+
 def test_there_is_room_for_so_many_tokens(folder: Path) -> None:
     """The next request waits for room, however small those behind it are; what never fits is refused at once."""
     room, order = RequestQueue(8, 100), list[str]()
-    first, second = room.take(50), threading.Thread(target=lambda: (room.take(51), order.append("second")))
-    third = threading.Thread(target=lambda: (room.take(49), order.append("third")))
+    first, second = take(room, 50), threading.Thread(target=lambda: (take(room, 51), order.append("second")))
+    third = threading.Thread(target=lambda: (take(room, 49), order.append("third")))
     for number, thread in enumerate((second, third)):
         thread.start()
-        while len(room._queue) <= number:
+        while len(room.waiting) <= number:
             time.sleep(0.001)
     assert not order
     with pytest.raises(RuntimeError, match="another stream of this runtime is open in this thread"):
-        room.take(51)
-    room.give_back(first)
+        take(room, 51)
+    room.leave(first)
     for thread in (second, third):
         thread.join(10)
     assert sorted(order) == ["second", "third"]
@@ -165,7 +172,7 @@ def test_a_request_that_is_cancelled_while_it_waits_ends_without_a_turn(folder: 
     waiting, behind = (stepwise.stream(PROMPT, max_new_tokens=2, ignore_eos=True) for _ in range(2))
     with ThreadPoolExecutor(2) as threads:
         ended, after = threads.submit(list, waiting), threads.submit(list, behind)
-        wait_until(lambda: len(stepwise._queue._queue) == 2)
+        wait_until(lambda: len(stepwise.queue.waiting) == 2)
         waiting.cancel()
         assert ended.result(10) == []
         result = waiting.result
@@ -178,24 +185,52 @@ def test_a_request_that_is_cancelled_while_it_waits_ends_without_a_turn(folder: 
 
 def test_turns_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     room, order = RequestQueue(2), list[int]()
-    holders = [room.take()]
+    holders = [take(room)]
     with ThreadPoolExecutor(1) as other:
-        holders.append(other.submit(room.take).result())
+        holders.append(other.submit(take, room).result())
         waiting = []
         for number in range(4):
-            waiting.append(threading.Thread(target=lambda n=number: (room.take(), order.append(n))))
+            waiting.append(threading.Thread(target=lambda n=number: (holders.append(take(room)), order.append(n))))
             waiting[-1].start()
-            while len(room._queue) <= number:
+            while len(room.waiting) <= number:
                 time.sleep(0.001)
         monkeypatch.setattr(request_queue, "MOST_WAITING", 4)
         with pytest.raises(RuntimeError, match="4 calls wait for this runtime: try again later"):
-            room.take()
+            take(room)
         for number in range(4):
-            room.give_back(holders[0] if number == 0 else room._taken[-1])
+            room.leave(holders[0] if number == 0 else holders[-1])
             waiting[number].join(10)
         assert order == [0, 1, 2, 3]
         full = RequestQueue(1)
-        other.submit(full.take).result()
+        other.submit(take, full).result()
         monkeypatch.setattr(request_queue, "_TURN_DEADLINE_S", 0.0)
         with pytest.raises(TimeoutError, match=re.escape("other calls have held this runtime for 0 s")):
-            full.take()
+            take(full)
+
+
+def test_cancels_at_any_moment_keep_the_limits_and_lose_no_place() -> None:
+    queue, at_work, most = RequestQueue(3, 100), list[int](), list[tuple[int, int]]()
+
+    def make(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(20):
+            (place,), tokens, told = queue.join(), draw.randint(1, 60), threading.Event()
+            if draw.random() < 0.4:
+                threading.Timer(draw.random() / 500, queue.cancel, [place]).start()
+            if draw.random() < 0.5:
+                queue.wait(place, tokens, Ending(None))
+            else:
+                queue.line_up(place, tokens, Ending(None), told.set)
+                assert told.wait(20)
+            if place.runs_since is not None:
+                at_work.append(tokens)
+                most.append((len(at_work), sum(at_work)))
+                time.sleep(draw.random() / 2000)
+                at_work.remove(tokens)
+            queue.leave(place)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(make, range(SEED, SEED + 16))) == [None] * 16
+    assert max(running for running, _ in most) == 3
+    assert max(tokens for _, tokens in most) <= 100
+    assert not queue.taken

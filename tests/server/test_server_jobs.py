@@ -15,15 +15,11 @@ import pytest
 from servers import DEADLINE_S, TEMPLATE, Stepwise, running
 from waiting import wait_until
 
-from ppd_runtime import OrdinaryDecoding, SamplingParams
-from ppd_runtime.async_runtime import AsyncDecoding
+from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.client.ending import CANCELLED
 from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.methods.steps import Step, Totals
-from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.app import Service, application
-from ppd_runtime.server.jobs import Jobs
-from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.settings import ServerSettings
 
 PROMPT = "import os and then"
@@ -143,7 +139,7 @@ def test_who_does_not_read_holds_no_room(folder: Path) -> None:
         place = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
         answering = asyncio.create_task(application(service, settings, None)({"type": "http", **place}, receive, send))
         await asyncio.wait_for(writes.wait(), DEADLINE_S)
-        await until(lambda: not service.admission.taken)
+        await until(lambda: not service.generator.queue.taken)
         reading.set()
         await answering
         service.end_threads()
@@ -158,29 +154,10 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_choice_that_leaves_as_its_turn_comes_is_counted_once(folder: Path) -> None:
-    ordinary, metrics = OrdinaryDecoding(folder), Metrics("tiny", lambda: 0.0)
-
-    class Leaving(Admission):
-        def check_open(self) -> None:
-            leaving.start()
-            leaving.join(0.2)
-
-    jobs = Jobs(AsyncDecoding(ordinary), Leaving(1, 1), metrics)
-    generation = ordinary.request(PROMPT, SamplingParams())
-    timed = jobs._arrive(generation)
-    leaving = threading.Thread(target=jobs._leave, args=(generation, timed))
-    jobs._begin(timed)
-    leaving.join(DEADLINE_S)
-    text = metrics.text().decode()
-    for name in ("running", "waiting"):
-        assert f'vllm:num_requests_{name}{{model_name="tiny"}} 0.0' in text
-
-
 def test_a_choice_that_waits_for_room_waits_and_leaves_with_its_client(folder: Path) -> None:
     """There are turns enough, and too few tokens of room."""
     stepwise = Stepwise(folder)
-    stepwise._queue = RequestQueue(3, 100)
+    stepwise.queue = RequestQueue(3, 100)
     asked = {"prompt": [5], "ignore_eos": True, "stream": True}
     long, short = ({**asked, "max_tokens": tokens} for tokens in (80, 50))
     with (
@@ -191,10 +168,10 @@ def test_a_choice_that_waits_for_room_waits_and_leaves_with_its_client(folder: P
         lines = first.iter_lines()
         assert next(lines).startswith("data:")
         with server.client() as other, other.stream("POST", "/v1/completions", json=short):
-            wait_until(lambda: stepwise._queue._queue)
+            wait_until(lambda: stepwise.queue.waiting)
             counted = server.counts()
             assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 1]
-        wait_until(lambda: not stepwise._queue._queue and server.taken == 1)
+        wait_until(lambda: not stepwise.queue.waiting and server.taken == 1)
         counted = server.counts()
         assert [counted[f"vllm:num_requests_{name}"] for name in ("running", "waiting")] == [1, 0]
         stepwise.allow(100)

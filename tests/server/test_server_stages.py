@@ -128,7 +128,7 @@ def test_chats_without_max_tokens_run_at_once(spacious: PPDRuntime, template: Pa
 def test_a_long_prompt_leaves_new_tokens_while_there_is_room(folder: Path, prompt: int, new: int) -> None:
     """Each of two has half of the room."""
     ordinary = OrdinaryDecoding(folder)
-    ordinary._queue, ordinary.info = RequestQueue(2, 3000), replace(ordinary.info, max_positions=10_000)
+    ordinary.queue, ordinary.info = RequestQueue(2, 3000), replace(ordinary.info, max_positions=10_000)
     service = Service(ordinary, ServerSettings())
     (generation,) = service.completions._generations(ChatRequest(**chat()), [5] * prompt, False)
     service.end_threads()
