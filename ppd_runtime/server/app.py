@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +14,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ppd_runtime import __version__
-from ppd_runtime.async_runtime import AsyncDecoding
-from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.chat import template_of
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.server.admission import Admission
-from ppd_runtime.server.completions import Completions
+from ppd_runtime.server.completions import Service
 from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
 from ppd_runtime.server.gate import Gate
-from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
-_TEXT_THREADS = 4
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-
-class Service:
-    """What the paths share: the generator, and who is in."""
-
-    def __init__(self, generator: TextGenerator, settings: ServerSettings) -> None:
-        self.generator = generator
-        self.model = settings.served_model_name or generator.info.name
-        self.metrics = Metrics(self.model, generator.queue)
-        self.admission = Admission(generator.queue, settings.max_waiting, self.metrics)
-        self.chat_template = template_of(settings.chat_template)
-        self._decoding, self._texts = AsyncDecoding(generator), ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
-        self.completions = Completions(
-            self._decoding, self.admission, self._texts, self.model, self.chat_template, settings.request_timeout_s
-        )
-
-    def end_threads(self) -> None:
-        """Take no further requests."""
-        self._decoding.end_threads()
-        self._texts.shutdown(wait=False, cancel_futures=True)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served."""
-        if name not in (None, self.model):
-            message = f"model={name!r:.200}: this server has {self.model!r}, ask for that"
-            raise ApiError(404, message, "model", "model_not_found")
 
 
 def application(service: Service, settings: ServerSettings, key: bytes | None) -> ASGIApp:
@@ -133,13 +100,11 @@ def _add_errors(app: FastAPI) -> None:
 def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        service.check_model(asked.model)
-        return await service.completions.complete(asked, request)
+        return await service.complete(asked, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        service.check_model(asked.model)
-        return await service.completions.chat(asked, request)
+        return await service.chat(asked, request)
 
     def model_card() -> dict[str, Any]:
         most = service.generator.info.max_positions
@@ -171,7 +136,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(asked: TokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            tokens = await service.completions.in_thread(lambda: encoded(asked))
+            tokens = await service.in_thread(lambda: encoded(asked))
         except ValueError as error:
             raise refused(error, "messages" if asked.messages else "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
@@ -180,7 +145,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(asked: DetokenizeRequest) -> Response:
         service.check_model(asked.model)
         try:
-            text = await service.completions.in_thread(lambda: decoded(asked.tokens))
+            text = await service.in_thread(lambda: decoded(asked.tokens))
         except ValueError as error:
             raise refused(error, "tokens") from error
         return JsonResponse({"prompt": text})

@@ -3,9 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
@@ -14,18 +13,22 @@ from starlette.types import Receive, Scope, Send
 
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
+from ppd_runtime.methods.chat import template_of
 from ppd_runtime.methods.generation import Generation, with_seeds
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
 from ppd_runtime.server.conversations import prompt_of
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
+from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
+from ppd_runtime.server.settings import ServerSettings
 from ppd_runtime.server.timeline import layout_of
 from ppd_runtime.server.token_texts import text_of
 
 logger = logging.getLogger(__name__)
 Done = TypeVar("Done")
+_TEXT_THREADS = 4
 _MOST_NEW_TOKENS = 4096  # if a chat names none, and the model has no last position
 _LEAST_NEW_TOKENS = 256  # if it names none, and its prompt leaves fewer of its share of the room
 
@@ -37,28 +40,36 @@ class Choices(NamedTuple):
     echoes: list[str]
 
 
-@dataclass(frozen=True)
-class Completions:
-    """Answers requests for text."""
+class Service:
+    """Answers requests for text by one generator; what the server's paths share."""
 
-    decoding: AsyncDecoding[TextGenerator]
-    admission: Admission
-    texts: Executor
-    model: str
-    chat_template: str | None
-    timeout_s: float
+    def __init__(self, generator: TextGenerator, settings: ServerSettings) -> None:
+        self.generator, self.decoding = generator, AsyncDecoding(generator)
+        self.model = settings.served_model_name or generator.info.name
+        self.metrics = Metrics(self.model, generator.queue)
+        self.admission = Admission(generator.queue, settings.max_waiting, self.metrics)
+        self.chat_template = template_of(settings.chat_template)
+        self._timeout_s = settings.request_timeout_s
+        self._texts = ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
 
-    @property
-    def generator(self) -> TextGenerator:
-        """What decodes."""
-        return self.decoding.generator
+    def end_threads(self) -> None:
+        """Take no further requests."""
+        self.decoding.end_threads()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served."""
+        if name not in (None, self.model):
+            message = f"model={name!r:.200}: this server has {self.model!r}, ask for that"
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def in_thread(self, work: Callable[[], Done]) -> Done:
         """What `work` gives, which makes tokens of texts or the reverse: megabytes take seconds."""
-        return await asyncio.get_running_loop().run_in_executor(self.texts, work)
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
+        self.check_model(asked.model)
         self.admission.check_number(asked.number_of_prompts * asked.n, "prompt" if asked.n == 1 else "n")
         try:
             prompts = asked.prompts()
@@ -68,6 +79,7 @@ class Completions:
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
+        self.check_model(asked.model)
         return await self._answer(asked, request, 1, lambda: self._prepared_chat(asked))
 
     async def _answer(
@@ -116,7 +128,7 @@ class Completions:
         """A request for each of a prompt's choices."""
         ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
         usual = self.generator.defaults.temperature
-        params = asked.sampling(self._most_tokens(asked, len(ids)), self.timeout_s, usual)
+        params = asked.sampling(self._most_tokens(asked, len(ids)), self._timeout_s, usual)
         if isinstance(asked, ChatRequest):
             params = self.generator.chat_params(params)
         return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
@@ -141,7 +153,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        completions: Completions,
+        service: Service,
         generations: Sequence[Generation],
         answer: Answer,
         form: Asked,
@@ -149,7 +161,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._completions, self._generations, self._answer, self._form = completions, generations, answer, form
+        self._service, self._generations, self._answer, self._form = service, generations, answer, form
         self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,7 +183,7 @@ class EventStream(Response):
             for number in range(len(self._generations)):
                 for chunk in answer.opening(number):
                     await tell(chunk)
-            admission, decoding = self._completions.admission, self._completions.decoding
+            admission, decoding = self._service.admission, self._service.decoding
             admission.check_open()
             async for number, event in decoding.events(self._generations, admission.note):
                 if isinstance(event, GenerationResult):

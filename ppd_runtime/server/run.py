@@ -11,7 +11,8 @@ import uvicorn
 
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
-from ppd_runtime.server.app import Service, application
+from ppd_runtime.server.app import application
+from ppd_runtime.server.completions import Service
 from ppd_runtime.server.gate import MOST_HEADER_BYTES
 from ppd_runtime.server.log import log_to_stderr
 from ppd_runtime.server.protocol import HttpProtocol

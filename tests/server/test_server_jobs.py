@@ -19,7 +19,8 @@ from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.client.ending import CANCELLED
 from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.methods.steps import Step, Totals
-from ppd_runtime.server.app import Service, application
+from ppd_runtime.server.app import application
+from ppd_runtime.server.completions import Service
 from ppd_runtime.server.settings import ServerSettings
 
 PROMPT = "import os and then"

@@ -15,7 +15,7 @@ from ppd_runtime.launch import threads
 from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.pipeline.staged.last_stage import LastStage
-from ppd_runtime.server.app import Service
+from ppd_runtime.server.completions import Service
 from ppd_runtime.server.requests import ChatRequest
 from ppd_runtime.server.settings import ServerSettings
 from ppd_runtime.workers.worker import Worker
@@ -130,7 +130,7 @@ def test_a_long_prompt_leaves_new_tokens_while_there_is_room(folder: Path, promp
     ordinary = OrdinaryDecoding(folder)
     ordinary.queue, ordinary.info = RequestQueue(2, 3000), replace(ordinary.info, max_positions=10_000)
     service = Service(ordinary, ServerSettings())
-    (generation,) = service.completions._generations(ChatRequest(**chat()), [5] * prompt, False)
+    (generation,) = service._generations(ChatRequest(**chat()), [5] * prompt, False)
     service.end_threads()
     assert generation.most_tokens - generation.prompt_tokens == new
 
