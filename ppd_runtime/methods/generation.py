@@ -123,7 +123,7 @@ class Generation(Iterator[TokenEvent]):
     def _next_step(self) -> Step | Totals:
         if self._steps is None:
             if self.place is None:
-                (self.place,) = self._decoder.queue.join()
+                self.place = self._decoder.queue.join()[0]
                 self._decoder.queue.wait(self.place, self.most_tokens, self._ending)
             if not self.has_turn:
                 return Totals(CANCELLED, PathStats())
