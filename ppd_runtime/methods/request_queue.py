@@ -105,6 +105,7 @@ class RequestQueue:
         while not turn.wait(min(_LOOK_EVERY_S, _TURN_DEADLINE_S)) and place.is_waiting:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"other calls have held this runtime for {_TURN_DEADLINE_S:.0f} s")
+            self._go_on()  # Ctrl-C may have interrupted the call that was to let this one run
 
     def leave(self, place: Place, unless_running: bool = False) -> None:
         """Give a place back; a second call does nothing."""
