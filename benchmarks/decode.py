@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks import peers
 from benchmarks.engines import COMPILED, EAGER
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, positive, run
+from benchmarks.recording import Figures, markdown_table, positive, run
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
 from ppd_runtime.models.checkpoint.description import describe
@@ -96,7 +96,7 @@ def table(figures: Figures) -> str:
         ]
         for row in figures["quality"]
     ]
-    quality = markdown(["weights", "loss, nats a token", "more", "greedy tokens equal", "texts equal"], rows)
+    quality = markdown_table(["weights", "loss, nats a token", "more", "greedy tokens equal", "texts equal"], rows)
     return "\n\n".join([peers.table(figures), *[quality] * bool(rows)])
 
 

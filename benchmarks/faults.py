@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.layouts import settings_of
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
+from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 _LEAVE_S = 10.0  # for what has been told to end
@@ -172,7 +172,7 @@ def table(figures: Figures) -> str:
         ]
         for row in figures["rows"]
     ]
-    return markdown(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _spread(values: Sequence[float]) -> tuple[str | None, float | None]:

@@ -4,8 +4,8 @@
     python -m benchmarks.peers --model random:1024x24 --tokens 32 --limit 1
     python -m benchmarks.peers --model smollm2:Q4_K_M --prompts prompts.jsonl
 
-Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all are
-asked in turn; the first round is dropped. Times are for a token after the first. The floor is the time in which as
+Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all
+continue a prompt before the next one comes; a first turn is dropped. Times are for a token after the first. The floor is the time in which as
 many bytes as the weights have in that format, embeddings apart, can be read here by so many threads. Texts are compared
 with those of our eager passes where the weights are the same numbers. An engine that is not installed, or does not take
 the model, has the reason in its row. The model is one that is stored in bfloat16, which every engine can hold exactly,
@@ -18,8 +18,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,14 +29,14 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
+from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread, whole_numbers
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
-from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.compare import Comparison, Text, Way, compare
 from ppd_runtime.tune.prompt_files import read_prompts
-from ppd_runtime.tune.quartiles import quartiles
 
 
 @dataclass(frozen=True)
@@ -73,41 +74,6 @@ PROMPTS = ("def read_lines(path):", "class Reader:", "    def __init__(self, nam
 _MOST_PROMPT = 256  # tokens
 _PAUSE_S = 0.25
 """Between two engines' turns: threads that wait spin for as long as 0.2 s."""
-
-
-@dataclass
-class Row:
-    """One engine with one format and so many threads, and what it has answered."""
-
-    process: EngineProcess
-    num_bytes: int
-    times: list[float] = field(default_factory=list)
-    texts: dict[int, list[list[int]]] = field(default_factory=dict)
-    floors: list[float] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> str | None:
-        """Which numbers its weights are."""
-        return FORMATS[self.process.task.weights].numbers
-
-    def figures(self, expected: Mapping[int, list[int]] | None) -> Figures:
-        """What is reported of it; `expected` are the texts of the same numbers, by the prompts' places."""
-        task, floor_ms = self.process.task, statistics.median(self.floors) * 1000
-        found: Figures = {"engine": task.engine, "weights": task.weights, "threads": task.threads}
-        found |= {"floor_ms": floor_ms, "reason": self.process.reason}
-        if self.process.reason:
-            return found
-        ms = [1000 * seconds for seconds in self.times]
-        found |= {"times_ms": ms, "ms": statistics.median(ms), "share_of_bandwidth": floor_ms / statistics.median(ms)}
-        if len(ms) > 1:
-            found["quartiles_ms"] = quartiles(ms)
-        if expected:
-            pairs = [(text, expected[place]) for place, texts in self.texts.items() for text in texts]
-            starts = [common_start(text, right) for text, right in pairs]
-            found["texts"] = len(pairs)
-            found["equal_texts"] = sum(text == right for text, right in pairs)
-            found["equal_start"] = sum(starts) / sum(len(right) for _, right in pairs)
-        return found
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -152,45 +118,61 @@ def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines:
         for weights in formats[engine]
         if threads > 1 or engine != STAGES
     ]
-    with _rows(tasks, model, info) as rows:
-        for turn in range(options.rounds + 1):
-            _round(rows, prompts, options.tokens, keep=turn > 0)
-        expected = {
-            row.numbers: {place: texts[0] for place, texts in row.texts.items()}
-            for row in reversed(rows)
-            if row.process.task.engine == EAGER and not row.process.reason
-        }
-        figures = [row.figures(expected.get(row.numbers)) for row in rows]
-    shape = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
-    return {**shape, "prompts": len(prompts), "rows": figures}
-
-
-@contextlib.contextmanager
-def _rows(tasks: Sequence[Task], model: Path, info: ModelInfo) -> Iterator[list[Row]]:
-    """Each engine's process, started one after the other: one compiles or writes what the next one finds."""
     with contextlib.ExitStack() as stack:
-        rows = []
-        for task in tasks:
+        ways, sizes = {}, {}
+        for task in tasks:  # one after the other: one compiles or writes what the next one finds
+            process = stack.enter_context(contextlib.closing(EngineProcess(task)))
             of_file = file_bytes(model) if model.is_file() else None
-            row = Row(EngineProcess(task), of_file or stored_bytes(info, FORMATS[task.weights]))
-            stack.callback(row.process.close)
-            rows.append(row)
-        yield rows
+            sizes[task] = (of_file or stored_bytes(info, FORMATS[task.weights]), task.threads)
+            ways[task] = Way(_name(task), partial(_ask, process))
+        floors = {size: Way(str(size), partial(_read, Reading(*size))) for size in sizes.values()}
+        params = SamplingParams(options.tokens)
+        found = compare([*ways.values(), *floors.values()], prompts, params, rounds=options.rounds)
+    expected = {
+        FORMATS[task.weights].numbers: _name(task)
+        for task in reversed(tasks)
+        if task.engine == EAGER and _name(task) not in found.failures
+    }
+    rows = [_row(task, found, str(sizes[task]), expected.get(FORMATS[task.weights].numbers)) for task in tasks]
+    shape = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
+    return {**shape, "prompts": len(prompts), "rows": rows}
 
 
-def _round(rows: Sequence[Row], prompts: Sequence[list[int]], num_tokens: int, keep: bool) -> None:
-    """Every engine once, then the floors."""
-    for row in rows:
-        time.sleep(_PAUSE_S)
-        answers = [row.process.generate(prompt, num_tokens) for prompt in prompts]
-        for place, answer in enumerate(answers):
-            if answer and keep:
-                row.texts.setdefault(place, []).append(answer[0])
-                row.times.append(answer[1])
-    sizes = {(row.num_bytes, row.process.task.threads) for row in rows}
-    floors = {size: Reading(*size).seconds(num_tokens) for size in sorted(sizes)}
-    for row in rows:
-        row.floors += [floors[row.num_bytes, row.process.task.threads]] if keep else []
+def _name(task: Task) -> str:
+    return f"{task.engine} {task.weights} {task.threads}"
+
+
+def _ask(process: EngineProcess, prompt: Sequence[int], params: SamplingParams) -> Text:
+    time.sleep(_PAUSE_S)
+    tokens, step_s = process.generate(list(prompt), params.max_new_tokens)
+    return Text(tuple(tokens), step_s * len(tokens), step_s)
+
+
+def _read(memory: Reading, prompt: Sequence[int], params: SamplingParams) -> Text:
+    """The floor as a text of so many tokens that cost a reading each."""
+    step_s = memory.seconds(params.max_new_tokens)
+    return Text((0,) * params.max_new_tokens, step_s * params.max_new_tokens, step_s)
+
+
+def _row(task: Task, found: Comparison, floor: str, expected: str | None) -> Figures:
+    """What is reported of an engine; `expected` names the way whose texts have the same numbers."""
+    name = _name(task)
+    floor_ms = statistics.median(1000 * (pair.text.step_s or 0.0) for pair in found.pairs(floor, floor))
+    row: Figures = {"engine": task.engine, "weights": task.weights, "threads": task.threads, "floor_ms": floor_ms}
+    row["reason"] = found.failures.get(name)
+    if row["reason"]:
+        return row
+    pairs = found.pairs(name, expected or name)
+    times = [1000 * (pair.text.step_s or 0.0) for pair in pairs]
+    row |= {
+        "times_ms": times,
+        "ms": statistics.median(times),
+        "share_of_bandwidth": floor_ms / statistics.median(times),
+    }
+    if expected:
+        row |= {"texts": len(pairs), "equal_texts": sum(pair.identical for pair in pairs)}
+        row["equal_start"] = sum(pair.equal for pair in pairs) / sum(len(pair.ordinary.token_ids) for pair in pairs)
+    return row
 
 
 def stored_bytes(info: ModelInfo, form: Format) -> int:
@@ -215,7 +197,7 @@ def table(figures: Figures) -> str:
     columns = ["threads", "weights", "engine", "ms a token (quartiles)", "tokens/s", "floor, ms"]
     columns += ["share of the bandwidth", "texts equal", "tokens before another one"]
     rows = sorted(figures["rows"], key=lambda row: (row["threads"], list(FORMATS).index(row["weights"])))
-    return markdown(["model", *columns], [[figures["model"], *_cells(row)] for row in rows])
+    return markdown_table(["model", *columns], [[figures["model"], *_cells(row)] for row in rows])
 
 
 def _cells(row: Figures) -> list[object]:

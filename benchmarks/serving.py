@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks.faults import Trouble, left_behind, serving
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, share, spread, whole_numbers
+from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, share, spread, whole_numbers
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
 from ppd_runtime.tune.prompt_files import read_prompts
@@ -236,7 +236,7 @@ def table(figures: Figures) -> str:
         for row in figures["rows"]
     ]
     wrong = "\n".join(f"- {line}" for line in figures["wrong"]) or "Nothing is wrong."
-    return f"{markdown(columns, rows)}\n\n{wrong}"
+    return f"{markdown_table(columns, rows)}\n\n{wrong}"
 
 
 def parser() -> argparse.ArgumentParser:

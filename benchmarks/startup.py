@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
+from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch.cpu_affinity import on_cores
 
@@ -101,12 +101,12 @@ def _long_prompts(options: argparse.Namespace) -> list[tuple[float, float]]:
 def table(figures: Figures) -> str:
     """A row a command, and one of the long prompt."""
     rows = [[row["command"], f"{row['seconds'][0]:.2f}", spread(row["seconds"][1:])] for row in figures["rows"]]
-    tables = [markdown([f"first output, {figures['model']}", "cold, s", "warm, s"], rows)]
+    tables = [markdown_table([f"first output, {figures['model']}", "cold, s", "warm, s"], rows)]
     if pairs := figures["long"]:
         ours, theirs = ([1000 * seconds for seconds in one] for one in zip(*pairs, strict=True))
         ratio = statistics.median(late / early for early, late in zip(ours, theirs, strict=True))
         columns = ["prompt", "ordinary, ms to the first token", "2 stages", "ratio"]
-        tables.append(markdown(columns, [[f"{figures['tokens']} tokens", spread(ours), spread(theirs), ratio]]))
+        tables.append(markdown_table(columns, [[f"{figures['tokens']} tokens", spread(ours), spread(theirs), ratio]]))
     return "\n\n".join(tables)
 
 

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppd_runtime.tune.markdown import cell, markdown_table
+from ppd_runtime.tune.tables import markdown_table
 
 _TITLE = "Figures of one GPU"
 _NOTES = {
@@ -39,7 +39,4 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     kinds: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(tuple(row), []).append(row)
-    return [
-        markdown_table(columns, [[cell(value, ".4g") for value in row.values()] for row in found])
-        for columns, found in kinds.items()
-    ]
+    return [markdown_table(columns, [list(row.values()) for row in found], ".4g") for columns, found in kinds.items()]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,10 +11,11 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
+from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.config import SHARED, in_process_config
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune.device_plan import DevicePlan, Given, plan_devices
+from ppd_runtime.tune.tables import plain_table
 
 if TYPE_CHECKING:
     from ppd_runtime.tune.layouts import LayoutFigures
@@ -41,7 +41,6 @@ def plan(
     limit: options.Limit = None,
     as_json: options.AsJson = False,
     out: options.Out = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a bar chart of the speed-ups into this image.")] = None,
     place: Settings,
 ) -> None:
     """Run each layout that fits this machine on real text, rank them by speed, and advise one or none.
@@ -54,8 +53,7 @@ def plan(
     rates. What is not given of these is measured here, but for --hop-ms.
     """
     with one_line_errors(plan):
-        check_outputs(out, plot)
-        check_image(plot)
+        check_outputs(out)
         check_number("seconds", seconds)
         given = Given(**elsewhere)
         in_process_config("a plan", {"model": model, **place})
@@ -64,7 +62,6 @@ def plan(
             planned = _here(load(), seconds, exit_head)
         else:
             planned = _elsewhere(given, model, exit_head, place.get("weights"), load)
-        _draw(planned, plot)
         give_json(planned.as_dict(), as_json, out)
         if not as_json:
             _print(planned)
@@ -93,25 +90,13 @@ def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams,
     return loaded(model, prompts, limit, params, **place)
 
 
-def _draw(planned: "Plan | DevicePlan", plot: Path | None) -> None:
-    if plot is None:
-        return
-    from ppd_runtime.tune.comparison.chart import Bar, draw_speedups
-
-    draw_speedups({name: Bar(*figures) for name, figures in planned.bars().items()}, planned.title, plot)
-
-
 def _print(planned: "Plan | DevicePlan") -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(planned.title, highlight=False, markup=False)
+    print(planned.title, end="\n\n")
     if isinstance(planned, DevicePlan):
         _print_predicted(planned)
     else:
         print_layouts(planned.layouts)
-    for line in (*planned.cautions, planned.verdict.text):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print("", *planned.cautions, planned.verdict.text, sep="\n")
 
 
 def print_layouts(rows: "Sequence[LayoutFigures]") -> None:
@@ -132,7 +117,7 @@ def print_layouts(rows: "Sequence[LayoutFigures]") -> None:
                 "yes" if row.identical else "NO",
             ]
         )
-    _print_table(["", "ms/token", "speed-up", "allowed", "realised", "equal"], cells)
+    print(plain_table(["", "ms/token", "speed-up", "allowed", "realised", "equal"], cells))
 
 
 def _print_predicted(planned: "DevicePlan") -> None:
@@ -140,18 +125,4 @@ def _print_predicted(planned: "DevicePlan") -> None:
     for row in planned.predicted[:_MOST_ROWS]:
         figures = [f"{row.ms_per_token:.3f}", f"{row.speedup:.2f}", f"{row.allowed_speedup:.2f}"]
         cells.append([row.name, str(row.devices), *figures, f"{row.compute_per_token:.2f}"])
-    _print_table(["", "devices", "ms/token", "speed-up", "allowed", "compute"], cells)
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(heads[0], no_wrap=True)
-    for heading in heads[1:]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, highlight=False)
+    print(plain_table(["", "devices", "ms/token", "speed-up", "allowed", "compute"], cells))

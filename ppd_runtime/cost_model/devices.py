@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ppd_runtime.checks import check_number, check_share, check_whole, even_cuts, stage_layers
 from ppd_runtime.cost_model import staged, theory
+from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.cost_model.tradeoff import MatchRates
 
 
 @dataclass(frozen=True)

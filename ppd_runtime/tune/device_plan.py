@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
-from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, parse_list, read_match_rates, select
+from ppd_runtime.cost_model.match_rates import MatchRates, parse_list, read_match_rates, select
 from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
 
 if TYPE_CHECKING:
@@ -123,15 +123,8 @@ class DevicePlan:
         who = f"{self.model}{few_bits}, {self.num_layers} layers, at most {self.devices} devices"
         return f"{who}: predicted for a token after the first"
 
-    def bars(self) -> dict[str, tuple[float, float, float, float | None]]:
-        """Speed-up, the same as quartiles, and what is allowed, by name."""
-        return {row.name: (row.speedup, row.speedup, row.speedup, row.allowed_speedup) for row in self.predicted}
-
     def as_dict(self) -> dict[str, Any]:
         """The plan's JSON form; `ppd tradeoff` reads its match rates."""
-        table: dict[str, dict[str, float]] = {}
-        for (exit_layer, k), rate in sorted(self.rates.rates.items()):
-            table.setdefault(str(exit_layer), {})[str(k)] = rate
         return {
             "model": self.model,
             "num_layers": self.num_layers,
@@ -139,13 +132,10 @@ class DevicePlan:
             "devices": self.devices,
             "parts": asdict(self.parts),
             "match_rates_source": self.rates.source,
-            "match_rates": table,
-            "first_boundary": boundary_rows(self.rates.first_boundary),
+            **self.rates.as_dict(),
             "ordinary_ms_per_token": self.ordinary_ms,
             "predicted": [asdict(row) for row in self.predicted],
-            "gains": self.verdict.best is not None,
-            "best": self.verdict.best,
-            "verdict": self.verdict.text,
+            **self.verdict.as_dict(),
             "cautions": list(self.cautions),
         }
 
@@ -159,10 +149,14 @@ def plan_devices(
         ValueError: for given values that cannot be.
     """
     num_layers = _num_layers(given, model, subject)
-    parts = _parts(given, subject, progress)
-    rates, cautions = _chosen(given.rates or _measured_rates(given, subject, progress), num_layers, given.ks)
+    devices, parts, rates = given.devices or 0, _parts(given, subject, progress), given.rates
+    if rates is None:
+        from ppd_runtime.tune.parts import measured_rates
+
+        assert subject
+        rates = measured_rates(subject, given.ks or _USUAL_KS, devices, progress)
+    rates, cautions = _chosen(rates, num_layers, given.ks)
     progress("")
-    devices = given.devices or 0
     predicted = rank(num_layers, rates, parts, devices, given.all_reduce_ms)
     found = _verdict(predicted, devices, parts)
     return DevicePlan(model, num_layers, devices, parts, rates, tuple(predicted), found, cautions)
@@ -191,13 +185,6 @@ def _parts(given: Given, subject: "Subject | None", progress: "Progress") -> Par
     assert subject
     progress("measuring layers and heads")
     return replace(measured_parts(subject), **given.known_parts)
-
-
-def _measured_rates(given: Given, subject: "Subject | None", progress: "Progress") -> MatchRates:
-    from ppd_runtime.tune.parts import measured_rates
-
-    assert subject
-    return measured_rates(subject, given.ks or _USUAL_KS, given.devices or 0, progress)
 
 
 def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tuple[MatchRates, tuple[str, ...]]:

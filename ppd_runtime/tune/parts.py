@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ppd_runtime.checks import even_cuts
 from ppd_runtime.cost_model.devices import Parts
-from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
 from ppd_runtime.launch.stage_costs import row_cost
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.tune.match_rate_report import summarise
-from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces, cpu_threads
+from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, cpu_threads
 from ppd_runtime.tune.subject import Subject
 
 _LEAST_TEXTS = 3
@@ -34,8 +34,9 @@ def measured_rates(
     meter, texts = MatchRateMeter(ordinary, setting), []
     for number, prompt in enumerate(subject.prompts):
         progress(f"measuring match rates, prompt {number + 1} of {len(subject.prompts)}")
-        text = _after_first(meter.measure(prompt, sampling.seed + number))
-        texts += [text] if text.places[setting.rankings[0]][0] else []
+        text = meter.measure(prompt, sampling.seed + number)
+        text = {ranking: [row[1:] for row in rows] for ranking, rows in text.items()}
+        texts += [text] if text[setting.rankings[0]][0] else []
     if not texts:
         raise ValueError("every text ended with its first token: give other prompts")
     report = summarise(info.name, ordinary.dtype, setting, texts, weights=info.weights_name)
@@ -58,7 +59,3 @@ def measured_parts(subject: Subject) -> Parts:
     with cpu_threads(ordinary.config.threads_per_worker):
         further = row_cost(TreeRange(ordinary.stage, MOST_CHOSEN_ROWS))
     return Parts(layers / ordinary.info.num_layers, heads, heads, row_cost=min(max(further, 0.0), 1.0))
-
-
-def _after_first(text: TextPlaces) -> TextPlaces:
-    return replace(text, places={ranking: [row[1:] for row in rows] for ranking, rows in text.places.items()})

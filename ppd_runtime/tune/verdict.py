@@ -32,6 +32,10 @@ class Verdict:
     text: str
     """One sentence for people."""
 
+    def as_dict(self) -> dict[str, object]:
+        """Its part of a plan's JSON form."""
+        return {"gains": self.best is not None, "best": self.best, "verdict": self.text}
+
 
 def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Verdict:
     """The fastest candidate if it is worth its devices.
@@ -45,7 +49,7 @@ def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Ve
         return Verdict(None, f"don't: {nothing_fits}")
     best = max(candidates, key=lambda one: one.speedup)
     if best.speedup >= WORTH_IT and best.surely_faster:
-        return Verdict(best.name, f"{_speed(best)}{_command(best)}")
+        return Verdict(best.name, f"{_speed(best)}{f' ({best.command})' * bool(best.command)}")
     if best.speedup >= WORTH_IT:
         unsure = "but a quarter of the texts were no faster; more --seconds or prompts may tell"
         return Verdict(None, f"don't: {_speed(best)}, {unsure}")
@@ -55,10 +59,6 @@ def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Ve
 
 def _speed(best: Candidate) -> str:
     return f"{best.name}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
-
-
-def _command(best: Candidate) -> str:
-    return f" ({best.command})" if best.command else ""
 
 
 def _reason(best: Candidate, cost: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from ppd_runtime.cost_model import devices, theory
 from ppd_runtime.cost_model.devices import Parts
-from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.cost_model.match_rates import MatchRates
 
 ALONE = Parts(1.0)
 PARTS = Parts(layer_ms=2.0, head_ms=1.0, exit_head_ms=0.5, hop_ms=0.75, row_cost=0.1)

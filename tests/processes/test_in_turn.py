@@ -20,7 +20,7 @@ from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, measured, o
 from ppd_runtime.tune.machine_load import UNDISTURBED
 from ppd_runtime.tune.parts import measured_parts, measured_rates
 from ppd_runtime.tune.plan import plan_here
-from ppd_runtime.tune.subject import Subject, loaded, prompt_ids
+from ppd_runtime.tune.subject import Subject, loaded, message_ids
 
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True)
 PROMPTS = [[5, 9, 200], [31, 7]]
@@ -108,14 +108,13 @@ def test_a_plan_measures_what_fits_and_goes_on_behind_what_fails(
 
 
 def test_the_command_on_a_small_model(model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    prompts, out, chart = (tmp_path / name for name in ("prompts.txt", "plan.json", "plan.png"))
+    prompts, out = (tmp_path / name for name in ("prompts.txt", "plan.json"))
     prompts.write_text("The quick brown fox\nA model writes\n")
     asked = ["--model", model_folder("llama"), "--prompts", prompts, "--max-new-tokens", 9, "--seconds", 0]
-    result = CliRunner().invoke(app, [*map(str, asked), "--out", str(out), "--plot", str(chart)])
+    result = CliRunner().invoke(app, [*map(str, asked), "--out", str(out)])
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text())
     assert data["verdict"] in result.stdout
-    assert chart.stat().st_size > 1000 or not data["layouts"]
     names = {row["name"] for row in data["layouts"]} | set(data["left_out"])
     assert names == {layout.name for layout in fitting(data["devices"], 4, 1, True)}
     speeds = [row["speedup"] for row in data["layouts"]]
@@ -129,7 +128,7 @@ def test_prompts_are_messages_where_there_is_a_template(model_folder: Callable[.
     (plain,) = loaded(folder, str(file), None, PARAMS).prompts
     ordinary = OrdinaryDecoding(folder)
     ordinary.tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
-    (asked,) = prompt_ids(ordinary, ["fox"], 9)
+    (asked,) = message_ids(ordinary, ["fox"], 9)
     assert asked == ordinary.tokenizer.encode("user fox", add_special_tokens=False)
     assert plain == ordinary.tokenizer.encode("fox")
 

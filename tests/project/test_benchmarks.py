@@ -19,7 +19,7 @@ from benchmarks.__main__ import PLAN, merged
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.floor import Reading
 from benchmarks.models import model_folder, random_config
-from benchmarks.recording import environment, markdown, mean_ledger_ms, run, slug, spread, write_whole
+from benchmarks.recording import environment, markdown_table, mean_ledger_ms, run, slug, spread, write_whole
 from ppd_runtime.layouts import CLIENT
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.pipeline.messages import End
@@ -116,7 +116,7 @@ def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_p
 
 
 def test_tables():
-    text = markdown(["a", "b"], [[1, 0.12345], [None, True]])
+    text = markdown_table(["a", "b"], [[1, 0.12345], [None, True]])
     assert text == "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| - | yes |"
     assert spread([1.0, 2.0, 3.0]) == "2 (1.5 to 2.5)"
     assert spread([1.5]) == "1.5"
@@ -152,12 +152,12 @@ def test_a_reports_name_is_its_machines_kind(machine, kind):
 
 
 def test_rows_of_a_sections_commands_stand_under_one_head():
-    speeds = [markdown(["way", "ms"], rows) for rows in ([["eager", 5.0]], [["eager", 7.0], ["compiled", 1.0]])]
-    shares = markdown(["parts", "hops"], [["PPD", 0.1]])
+    speeds = [markdown_table(["way", "ms"], rows) for rows in ([["eager", 5.0]], [["eager", 7.0], ["compiled", 1.0]])]
+    shares = markdown_table(["parts", "hops"], [["PPD", 0.1]])
     assert merged(speeds[:1]) == speeds[0]
     assert merged([f"{speeds[0]}\n\n{shares}", "FAILED with exit code 2: no", speeds[1]]).split("\n\n") == [
-        markdown(["command", "way", "ms"], [[1, "eager", 5.0], [3, "eager", 7.0], [3, "compiled", 1.0]]),
-        markdown(["command", "parts", "hops"], [[1, "PPD", 0.1]]),
+        markdown_table(["command", "way", "ms"], [[1, "eager", 5.0], [3, "eager", 7.0], [3, "compiled", 1.0]]),
+        markdown_table(["command", "parts", "hops"], [[1, "PPD", 0.1]]),
         "Command 2 FAILED with exit code 2: no",
     ]
 

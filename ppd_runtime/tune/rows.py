@@ -11,7 +11,7 @@ from ppd_runtime.methods.registry import SELF_SPECULATIVE, method_settings, open
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError
-from ppd_runtime.tune.comparison.transformers_methods import TRANSFORMERS_METHODS
+from ppd_runtime.tune.transformers_methods import TRANSFORMERS_METHODS, generate_arguments
 
 BASELINE = "autoregressive"
 ALL = "all"
@@ -37,14 +37,6 @@ class MethodRow:
     settings: Mapping[str, Any]
     required: bool = True
     """Whether it was asked for by name, not by "all"."""
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A row of "all" that cannot be measured here."""
-
-    label: str
-    reason: str
 
 
 def names() -> tuple[str, ...]:
@@ -75,13 +67,13 @@ def parse_rows(text: str) -> list[MethodRow]:
 
 def check_rows(
     rows: Sequence[MethodRow], info: ModelInfo, sampling: SamplingParams
-) -> tuple[list[MethodRow], list[LeftOut]]:
-    """The rows that the model can be decoded with, and those of "all" that it cannot; nothing is started.
+) -> tuple[list[MethodRow], dict[str, str]]:
+    """The rows that the model can be decoded with, and why it cannot with others of "all"; nothing is started.
 
     Raises:
         ValueError: for a row asked for by name that the model lacks something for, or whose settings cannot work.
     """
-    kept, left_out = [], []
+    kept, left_out = [], {}
     for row in rows:
         try:
             _check(row, info, sampling)
@@ -89,7 +81,7 @@ def check_rows(
         except (ValueError, TypeError) as error:
             if row.required:
                 raise ValueError(f"{row.label}: {error}") from error
-            left_out.append(LeftOut(row.label, str(error)))
+            left_out[row.label] = str(error)
     return kept, left_out
 
 
@@ -125,7 +117,7 @@ def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
             raise ValueError(f"transformers has no products with {info.weights} weights as they are here: leave it out")
         if not sampling.greedy:
             raise ValueError("transformers draws its samples otherwise, so it is compared greedily: leave it out")
-        TRANSFORMERS_METHODS[row.method](row.settings, info)
+        generate_arguments(row.method, row.settings, info)
     elif row.method in SELF_SPECULATIVE:
         with _known_in_rows():
             chosen, _ = method_settings(row.method, row.settings)
