@@ -1,21 +1,22 @@
-"""What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each.
+"""What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each."""
 
-`python -m benchmarks.engines` opens the engine that its first line of input names, and answers each further line, a
-prompt and a number of tokens, with the tokens and the time of one of them after the first. All lines are JSON.
-"""
-
+import contextlib
 import json
+import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.peer_files import ctranslate2_folder, gguf_file
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.tune.compare import CannotDecodeError
 
 Answer = tuple[list[int], float]
 """New tokens, and the seconds of one of them after the first."""
@@ -196,6 +197,8 @@ class CTranslate2:
         return result.sequences_ids[0], _time_per_token(times, num_tokens)
 
 
+_START_S, _ANSWER_S = 900.0, 600.0
+_ENGINE: Engine | None = None
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
 FILE = "the file's"
 """The formats that a GGUF file's matrices have."""
@@ -217,16 +220,47 @@ def _time_per_token(times: list[float], num_tokens: int) -> float:
     return (times[-1] - times[0]) / (num_tokens - 1)
 
 
-def main() -> None:
-    """Open an engine and answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is no answer
-    task = Task(**json.loads(sys.stdin.readline()))
-    engine = ENGINES[task.engine][0](task)
-    print(json.dumps("ready"), file=answers)
-    for line in sys.stdin:
-        print(json.dumps(engine.generate(**json.loads(line))), file=answers)
+class EngineProcess:
+    """An engine in a process of its own, on cores of its own, until it is closed."""
+
+    def __init__(self, task: Task) -> None:
+        self._reason = ""
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        if missing := next((name for name in ENGINES[task.engine][1] if find_spec(name) is None), None):
+            self._reason = f'{missing} is not installed: run pip install ".[peers]" in the project\'s folder'
+            return
+        with on_cores(sorted(os.sched_getaffinity(0))[-task.threads :]), contextlib.suppress(CannotDecodeError):
+            self._ask(_START_S, _open, task)
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """What the engine answers; raises `CannotDecodeError` where it has ended, or there is none."""
+        if self._reason:
+            raise CannotDecodeError(self._reason)
+        return self._ask(_ANSWER_S, _answer, prompt, num_tokens)
+
+    def _ask(self, deadline_s: float, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return self._pool.submit(call, *arguments).result(deadline_s)
+        except Exception as error:  # the engines raise all kinds, and may end their process
+            late = f"no answer within {deadline_s:.0f} s" if isinstance(error, TimeoutError) else ""
+            self._reason = late or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.close()
+            raise CannotDecodeError(self._reason) from error
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
+        self._pool.shutdown()
 
 
-if __name__ == "__main__":
-    main()
+def _open(task: Task) -> None:
+    """Open the engine of this process."""
+    global _ENGINE  # noqa: PLW0603 (one for each process)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what an engine prints is no figure
+    _ENGINE = ENGINES[task.engine][0](task)
+
+
+def _answer(prompt: list[int], num_tokens: int) -> Answer:
+    assert _ENGINE
+    return _ENGINE.generate(prompt, num_tokens)

@@ -5,11 +5,11 @@
     python -m benchmarks.peers --model smollm2:Q4_K_M --prompts prompts.jsonl
 
 Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all
-continue a prompt before the next one comes; a first turn is dropped. Times are for a token after the first. The floor is the time in which as
-many bytes as the weights have in that format, embeddings apart, can be read here by so many threads. Texts are compared
-with those of our eager passes where the weights are the same numbers. An engine that is not installed, or does not take
-the model, has the reason in its row. The model is one that is stored in bfloat16, which every engine can hold exactly,
-or a GGUF file, which ours and llama.cpp read as it is.
+continue a prompt before the next one comes; a first turn is dropped. Times are for a token after the first. The floor
+is the time in which as many bytes as the weights have in that format, embeddings apart, can be read here by so many
+threads. Texts are compared with those of our eager passes where the weights are the same numbers. An engine that is not
+installed, or does not take the model, has the reason in its row. The model is one that is stored in bfloat16, which
+every engine can hold exactly, or a GGUF file, which ours and llama.cpp read as it is.
 """
 
 import argparse
@@ -25,8 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, Task
+from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread, whole_numbers

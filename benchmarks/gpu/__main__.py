@@ -7,7 +7,7 @@
 DIR gets stages.jsonl, a line as soon as a stage has ended or its time is up, with the rows that it had found by then,
 and report.md, written again behind each stage. Whatever a stage does, the others run; the exit code is 1 where one
 failed. --pretend runs every stage on the CPU with little models: its figures mean nothing. Speed-ups of pipelines
-cannot be measured on one GPU, whose workers take turns: `forecast` computes them from what has been measured.
+cannot be measured on one GPU, whose workers take turns; `ppd plan --devices` predicts them.
 """
 
 import argparse
@@ -20,15 +20,11 @@ from benchmarks.gpu.report import report
 
 STAGES = {
     "versions": ("parts", 180),  # nothing that is imported is in memory yet
-    "compiling": ("parts", 600),  # ten times, each some tens of seconds on a few cores
-    "bits": ("bits", 240),
-    "eager": ("parts", 90),
+    "bits": ("bits", 500),
     "sampler": ("parts", 90),
     "pipelines": ("pipelines", 360),
-    "hops": ("pipelines", 120),
-    "nccl": ("pipelines", 150),
-    "llama": ("llama", 300),
-    "forecast": ("llama", 60),
+    "hops": ("pipelines", 180),
+    "llama": ("llama", 400),
 }
 """Each stage's module, and the seconds after which it is ended: several times of what it should take."""
 _PATIENCE = 10

@@ -2,31 +2,21 @@
 
 import contextlib
 import importlib
-import multiprocessing
 import os
-import shutil
-import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import hop
 from benchmarks.gpu.scene import Row, Rows, Scene
 from benchmarks.models import shape_config
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.transport.collective.groups import CollectiveBackend
 
 _PROMPT = list(range(5, 45))
 _MATCH_RATE = 0.7
-_LINK_BYTES, _LINK_S = 8192, 30.0
-_MPS_CONTROL = "nvidia-cuda-mps-control"
 
 
 def pipelines(scene: Scene) -> Rows:
@@ -44,10 +34,6 @@ def pipelines(scene: Scene) -> Rows:
             yield from _run(scene, folder, settings, layouts[-1], sampled, {"temperature": 1.0, "seed": 3})
             for victim, layout in scene.choose({"sub-1": {"k": 1}, "stage-1": {"stages": 2, "k": 2}}, {}).items():
                 yield from _run(scene, folder, settings, layout, text, {}, victim)
-        if not scene.pretend:
-            with _mps() as runs:
-                if runs:
-                    yield from _run(scene, folder, settings, {"k": 1, "under": "MPS"}, text, {})
 
 
 def _ordinary(scene: Scene, folder: str, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[int, ...]:
@@ -68,9 +54,8 @@ def _run(
     about: Row = {"layout": ", ".join(f"{name} {value}" for name, value in layout.items())}
     about |= {"sampled": bool(asked), "compiled": settings["compile"], "killed": victim}
     head = OracleHead(((*_PROMPT, *text),), _MATCH_RATE, shape_config("small").vocab_size)
-    given = {name: value for name, value in layout.items() if name != "under"}
     try:
-        with PPDRuntime(folder, launcher="processes", exit_head=head, **given, **settings) as runtime:
+        with PPDRuntime(folder, launcher="processes", exit_head=head, **layout, **settings) as runtime:
             found: list[int] = []
             began = time.perf_counter()
             for event in runtime.stream(_PROMPT, max_new_tokens=len(text), ignore_eos=True, **asked):
@@ -98,33 +83,12 @@ def _is_ours(process: Path) -> bool:
     return process.name == str(os.getpid())
 
 
-@contextlib.contextmanager
-def _mps() -> Iterator[bool]:
-    """NVIDIA's server that has processes share a GPU at the same time, where it starts."""
-    with tempfile.TemporaryDirectory(prefix="ppd-mps-") as folder:
-        names = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        starts = bool(shutil.which(_MPS_CONTROL)) and _mps_control(["-d"], names).returncode == 0
-        os.environ.update(names if starts else {})
-        try:
-            yield starts
-        finally:
-            if starts:
-                _mps_control([], names, b"quit\n")
-                for name in names:
-                    os.environ.pop(name)
-
-
-def _mps_control(
-    options: list[str], names: Mapping[str, str], orders: bytes = b""
-) -> "subprocess.CompletedProcess[bytes]":
-    command, environment = [_MPS_CONTROL, *options], os.environ | names
-    return subprocess.run(command, env=environment, input=orders, capture_output=True, timeout=20, check=False)
-
-
 def hops(scene: Scene) -> Rows:
     """A tensor's way from the device of one process to that of another, by transport and size."""
-    transports = ["unix", *["zeromq"] * _has_zeromq()]
-    yield from _hops(scene, transports, scene.choose([8192, 65536, 524288, 4194304], [8192]))
+    yield from _hops(scene, ["unix", *["zeromq"] * _has_zeromq()], scene.choose([8192, 65536, 524288, 4194304], [8192]))
+    if _has_zeromq() and not scene.pretend:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # two processes of one GPU, where NCCL is new enough for that
+        yield from _hops(scene, ["collective"], [8192, 524288])
 
 
 def _has_zeromq() -> bool:
@@ -133,57 +97,6 @@ def _has_zeromq() -> bool:
     except ImportError:
         return False
     return True
-
-
-def nccl(scene: Scene) -> Rows:
-    """Two processes of one GPU with NCCL, where it is new enough for that, and a group of one; Gloo on a CPU.
-
-    The links are the transport's own, first without the ZeroMQ that its messages go by.
-    """
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if scene.device.type == "cuda":
-        numbers = torch.ones(4, device=scene.device)
-        alone = CollectiveBackend(str(scene.device), "").new_group(torch.distributed.HashStore(), 0, 1)
-        alone.allreduce([numbers]).wait()
-        yield {"NCCL with the transport's options": "a group of one", "equal": numbers.tolist() == [1.0] * 4}
-    yield _link(scene)
-    if _has_zeromq() and not scene.pretend:
-        yield from _hops(scene, ["collective"], [8192, 524288])
-
-
-def _link(scene: Scene) -> Row:
-    about = {"a link of": "two processes", "num_bytes": _LINK_BYTES}
-    context = multiprocessing.get_context(scene.start_method)
-    with tempfile.TemporaryDirectory(prefix="ppd-link-") as folder, ProcessPoolExecutor(2, context) as pool:
-        arguments = str(scene.device), f"{folder}/store", scene.choose(200, 5)
-        try:
-            both = [pool.submit(exchange, rank, *arguments) for rank in (0, 1)]
-            (median_us, right), (_, back) = (one.result(_LINK_S) for one in both)
-        except (RuntimeError, TimeoutError, OSError) as error:
-            return about | {"median_us": None, "error": str(error)[:300]}
-    return about | {"median_us": median_us, "equal": right and back}
-
-
-def exchange(rank: int, device: str, store: str, rounds: int) -> tuple[float, bool]:
-    """Send bytes to the other process and back: microseconds one way, and whether they arrived as they were."""
-    torch.set_num_threads(1)
-    backend = CollectiveBackend(device, "")
-    channel = backend.connect(torch.distributed.FileStore(store, 2), rank)
-    raw, times, right = torch.full((_LINK_BYTES,), 1 + rank, dtype=torch.uint8, device=device), [], True
-    for _ in range(rounds):
-        began = time.perf_counter()
-        sent = channel.send(raw) if rank == 0 else None
-        got = channel.receive(_LINK_BYTES)
-        while not got.is_here(_LINK_S):
-            if time.perf_counter() - began > _LINK_S:
-                raise TimeoutError(f"nothing has come for {_LINK_S:.0f} s")
-        sent = sent or channel.send(raw)
-        sent.wait()
-        times.append(time.perf_counter() - began)
-        right = right and bool((got.raw == 2 - rank).all())
-    channel.close()
-    backend.close()
-    return 1e6 * statistics.median(times) / 2, right
 
 
 def _hops(scene: Scene, transports: list[str], sizes: list[int]) -> Rows:

@@ -7,10 +7,7 @@ from typing import Any
 from ppd_runtime.tune.tables import markdown_table
 
 _TITLE = "Figures of one GPU"
-_NOTES = {
-    "pipelines": "Workers share the GPU and take turns: times say nothing of several, the tokens do.",
-    "forecast": "Computed from the figures above, not measured: no pipeline gains anything on one GPU.",
-}
+_NOTES = {"pipelines": "Workers share the GPU and take turns: times say nothing of several, the tokens do."}
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:

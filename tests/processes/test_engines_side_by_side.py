@@ -6,8 +6,7 @@ import pytest
 from grids import nightly
 
 from benchmarks import peers
-from benchmarks.engine_process import EngineProcess
-from benchmarks.engines import ENGINES, Task
+from benchmarks.engines import ENGINES, EngineProcess, Task
 from ppd_runtime.models.checkpoint.hub import DEMO
 from ppd_runtime.tune.compare import CannotDecodeError
 
