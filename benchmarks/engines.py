@@ -1,7 +1,6 @@
 """What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import time
@@ -12,9 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from benchmarks.peer_files import ctranslate2_folder, gguf_file
+from benchmarks.peer_files import gguf_file
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.tune.compare import CannotDecodeError
 
@@ -144,74 +141,17 @@ class LlamaCpp:
         return tokens[len(prompt) :], _time_per_token(times, num_tokens)
 
 
-class OpenVino:
-    """OpenVINO GenAI on the same GGUF files, with the settings that it has by default."""
-
-    def __init__(self, task: Task) -> None:
-        import openvino_genai
-
-        self._lib = openvino_genai
-        self._pipeline = openvino_genai.LLMPipeline(task.gguf, "CPU", INFERENCE_NUM_THREADS=task.threads)
-
-    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
-        import openvino
-
-        times: list[float] = []
-
-        class Times(self._lib.StreamerBase):
-            def write(self, token: Any) -> Any:
-                times.append(time.perf_counter())
-                return running
-
-            def end(self) -> None:
-                pass
-
-        running = self._lib.StreamingStatus.RUNNING
-        settings = self._lib.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, ignore_eos=True)
-        result = self._pipeline.generate(openvino.Tensor(np.array([prompt])), settings, Times())
-        return list(result.tokens[0]), _time_per_token(times, num_tokens)
-
-
-class CTranslate2:
-    """CTranslate2."""
-
-    def __init__(self, task: Task) -> None:
-        import ctranslate2
-
-        weights = task.weights.removesuffix(BY_ROWS)
-        path = ctranslate2_folder(Path(task.model), weights, Path(task.folder))
-        self._vocabulary = json.loads((path / "vocabulary.json").read_text(encoding="utf-8"))
-        self._generator = ctranslate2.Generator(str(path), intra_threads=task.threads, compute_type=weights)
-
-    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
-        times: list[float] = []
-        (result,) = self._generator.generate_batch(
-            [[self._vocabulary[token] for token in prompt]],
-            max_length=num_tokens,
-            include_prompt_in_result=False,
-            end_token=[],
-            callback=lambda step: bool(times.append(time.perf_counter())),
-        )
-        return result.sequences_ids[0], _time_per_token(times, num_tokens)
-
-
 _START_S, _ANSWER_S = 900.0, 600.0
 _ENGINE: Engine | None = None
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
 FILE = "the file's"
 """The formats that a GGUF file's matrices have."""
-BY_ROWS = " by rows"
-"""Behind the name of a format: with a scale for each row."""
 ENGINES: Mapping[str, tuple[Callable[[Task], Engine], tuple[str, ...]]] = {
     EAGER: (Ours, ()),
     COMPILED: (Ours, ()),
     STAGES: (Ours, ()),
     "transformers": (Transformers, ()),
     "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf")),
-    "OpenVINO": (OpenVino, ("openvino_genai", "gguf")),
-    "CTranslate2": (CTranslate2, ("ctranslate2",)),
 }
 """How each is opened, and the modules that it needs from the extra `peers`."""
 

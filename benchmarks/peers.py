@@ -1,4 +1,4 @@
-"""Ours beside llama.cpp, OpenVINO GenAI, CTranslate2 and transformers: the same weights, prompts and greedy tokens.
+"""Ours beside llama.cpp and transformers: the same weights, prompts and greedy tokens.
 
     python -m benchmarks.peers --rounds 5 --json figures.json
     python -m benchmarks.peers --model random:1024x24 --tokens 32 --limit 1
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
+from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread, whole_numbers
@@ -45,17 +45,15 @@ class Format:
     bits: float
     """Of a layer's weight, with its share of a scale."""
     head_bits: float
-    numbers: str | None
+    numbers: str
     """Formats of one name hold the same numbers."""
 
 
 FORMATS: Mapping[str, Format] = {
     "float32": Format(32, 32, "stored"),
     "bfloat16": Format(16, 16, "stored"),
-    "float16": Format(16, 16, None),  # the smallest numbers are rounded
     "int8": Format(8.5, 8.5, "int8"),
     "int4": Format(4.5, 8.5, "int4"),
-    f"int8{BY_ROWS}": Format(8, 8, None),
     FILE: Format(0, 0, FILE),
 }
 _OF_ENGINE: Mapping[str, Sequence[str]] = {
@@ -64,8 +62,6 @@ _OF_ENGINE: Mapping[str, Sequence[str]] = {
     STAGES: ("bfloat16", "int8", "int4"),
     "transformers": ("float32",),
     "llama.cpp": ("bfloat16", "int8", "int4"),
-    "OpenVINO": ("float16", "int8", "int4"),
-    "CTranslate2": ("float32", f"int8{BY_ROWS}"),
 }
 _OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, "llama.cpp"), (FILE,))
 """Which engines read a GGUF file."""
