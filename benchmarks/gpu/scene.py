@@ -30,16 +30,6 @@ class Scene:
         """The GPU, or a CPU that stands for it."""
         return torch.device("cpu" if self.pretend else "cuda:0")
 
-    @property
-    def start_method(self) -> str:
-        """How a stage's other processes start: afresh, as CUDA needs it."""
-        return str(self.choose("spawn", "fork"))
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those that passes are tried in."""
-        return (torch.float32, torch.bfloat16)
-
     def choose(self, real: Any, pretended: Any) -> Any:
         """How much of something."""
         return pretended if self.pretend else real

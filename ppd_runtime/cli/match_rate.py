@@ -135,7 +135,7 @@ def _print_tables(report: "MatchRateReport") -> None:
     print(f"\nby position in the output, k={report.middle_k}\n", plain_table(heads, rows), sep="\n")
     for ranking, boundaries in report.first_boundaries.items():
         for row in boundaries:
-            title = f"{len(row.cuts) + 1} stages: the first boundary with the token, {_RANKINGS[ranking]}"
+            title = f"{len(row.cuts) + 1} stages: the first boundary with the token,\n{_RANKINGS[ranking]}"
             print(f"\n{title}\n", plain_table(["boundary", *(f"k={k}" for k in row.ks)], _boundary_rows(row)), sep="\n")
 
 

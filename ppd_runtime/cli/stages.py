@@ -84,11 +84,11 @@ def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> No
     else:
         how = f"gpt-fast's all-reduces{' and layers' * (rows[0].latency_ms_per_token is None)} on A100 GPUs"
     print(f"The staged layout: {rows[0].num_layers} layers, {rows[0].num_new_tokens} tokens")
-    print("E[J]: stage times a token; at most: stages/E[J]; the rest: ordinary decoding is 1")
-    print(f"tensor parallel: its speed-up on as many devices, with {how}\n")
+    print("E[J]: stage times a token; at most: stages/E[J]; ordinary decoding is 1;")
+    print(f"in tensors: tensor parallelism on as many devices,\nwith {how}\n")
     timed = rows[0].latency_ms_per_token is not None
     uneven = any(row.cuts != even_cuts(row.num_layers, row.stages) for row in rows)
-    heads = ["stages", *["cuts"] * uneven, "k", "E[J]", "at most", "ratio", "speed-up", "compute", "tensor parallel"]
+    heads = ["stages", *["cuts"] * uneven, "k", "E[J]", "at most", "ratio", "speed-up", "compute", "in tensors"]
     cells = []
     for row in rows:
         slow, fast = (f"{speedup:.2f}" for speedup in row.tensor_parallel_speedups)

@@ -15,7 +15,7 @@ from heads_for_tests import write_texts
 from transformers import AutoModelForCausalLM
 
 from benchmarks import decode, faults, hop, layouts, peers, serving, startup
-from benchmarks.__main__ import PLAN, merged
+from benchmarks.__main__ import PLAN
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.floor import Reading
 from benchmarks.models import model_folder, random_config
@@ -149,17 +149,6 @@ def test_an_emulation_says_so_in_its_table():
 def test_a_reports_name_is_its_machines_kind(machine, kind):
     assert slug({"machine": machine}) == kind
     assert environment()["machine"].endswith("cores")
-
-
-def test_rows_of_a_sections_commands_stand_under_one_head():
-    speeds = [markdown_table(["way", "ms"], rows) for rows in ([["eager", 5.0]], [["eager", 7.0], ["compiled", 1.0]])]
-    shares = markdown_table(["parts", "hops"], [["PPD", 0.1]])
-    assert merged(speeds[:1]) == speeds[0]
-    assert merged([f"{speeds[0]}\n\n{shares}", "FAILED with exit code 2: no", speeds[1]]).split("\n\n") == [
-        markdown_table(["command", "way", "ms"], [[1, "eager", 5.0], [3, "eager", 7.0], [3, "compiled", 1.0]]),
-        markdown_table(["command", "parts", "hops"], [[1, "PPD", 0.1]]),
-        "Command 2 FAILED with exit code 2: no",
-    ]
 
 
 def test_a_file_is_replaced_whole(tmp_path):
