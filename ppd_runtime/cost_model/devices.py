@@ -39,6 +39,10 @@ class Parts:
             raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
         check_share("row_cost", self.row_cost)
 
+    def ordinary_ms(self, num_layers: int) -> float:
+        """Ordinary decoding's time for a token, on one device."""
+        return num_layers * self.layer_ms + self.head_ms
+
     def times(self, rows: float = 1.0) -> Times:
         """These times in the formulas' form, for passes over `rows` tokens."""
         width = 1 + self.row_cost * max(rows - 1, 0.0)

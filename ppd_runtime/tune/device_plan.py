@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
 from ppd_runtime.cost_model.match_rates import MatchRates, parse_list, read_match_rates, select
-from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
+from ppd_runtime.tune.verdict import Candidate, Plan, Verdict, verdict
 
 if TYPE_CHECKING:
     from ppd_runtime.launch.supervisor import Progress
     from ppd_runtime.tune.subject import Subject
 
 _USUAL_KS = (1, 3, 5)
+_HEADS = ("", "devices", "ms/token", "speed-up", "allowed", "compute")
+_MOST_ROWS = 16
 _PARTS = tuple(entry.name for entry in fields(Parts))
 
 
@@ -97,52 +99,7 @@ class Given:
         return self.rates is None or self.layer_ms is None
 
 
-@dataclass(frozen=True)
-class DevicePlan:
-    """What the formulas say of devices that are not here."""
-
-    model: str
-    num_layers: int
-    devices: int
-    parts: Parts
-    rates: MatchRates
-    predicted: tuple[Predicted, ...]
-    """The fastest first."""
-    verdict: Verdict
-    cautions: tuple[str, ...] = ()
-
-    @property
-    def ordinary_ms(self) -> float:
-        """Ordinary decoding's time for a token, on one of the devices."""
-        return self.num_layers * self.parts.layer_ms + self.parts.head_ms
-
-    @property
-    def title(self) -> str:
-        """What was planned, in a line."""
-        few_bits = f", {self.rates.weights} weights" * (self.rates.weights in ALL_FORMATS)
-        who = f"{self.model}{few_bits}, {self.num_layers} layers, at most {self.devices} devices"
-        return f"{who}: predicted for a token after the first"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's JSON form; `ppd tradeoff` reads its match rates."""
-        return {
-            "model": self.model,
-            "num_layers": self.num_layers,
-            "weights": self.rates.weights,
-            "devices": self.devices,
-            "parts": asdict(self.parts),
-            "match_rates_source": self.rates.source,
-            **self.rates.as_dict(),
-            "ordinary_ms_per_token": self.ordinary_ms,
-            "predicted": [asdict(row) for row in self.predicted],
-            **self.verdict.as_dict(),
-            "cautions": list(self.cautions),
-        }
-
-
-def plan_devices(
-    given: Given, model: str, subject: "Subject | None", progress: "Progress" = lambda line: None
-) -> DevicePlan:
+def plan_devices(given: Given, model: str, subject: "Subject | None", progress: "Progress" = lambda line: None) -> Plan:
     """Rank what fits; the `subject` is needed only for measuring.
 
     Raises:
@@ -157,9 +114,27 @@ def plan_devices(
         rates = measured_rates(subject, given.ks or _USUAL_KS, devices, progress)
     rates, cautions = _chosen(rates, num_layers, given.ks)
     progress("")
-    predicted = rank(num_layers, rates, parts, devices, given.all_reduce_ms)
-    found = _verdict(predicted, devices, parts)
-    return DevicePlan(model, num_layers, devices, parts, rates, tuple(predicted), found, cautions)
+    predicted, ordinary_ms = rank(num_layers, rates, parts, devices, given.all_reduce_ms), parts.ordinary_ms(num_layers)
+    found = {
+        "model": model,
+        "num_layers": num_layers,
+        "weights": rates.weights,
+        "devices": devices,
+        "parts": asdict(parts),
+        "match_rates_source": rates.source,
+        **rates.as_dict(),
+        "ordinary_ms_per_token": ordinary_ms,
+        "predicted": [asdict(row) for row in predicted],
+    }
+    few_bits = f", {rates.weights} weights" * (rates.weights in ALL_FORMATS)
+    title = f"{model}{few_bits}, {num_layers} layers, at most {devices} devices: predicted for a token after the first"
+    rows = [["ordinary decoding", 1, ordinary_ms, "1.00", "", "1.00"], *map(_cells, predicted[:_MOST_ROWS])]
+    return Plan(title, found, _HEADS, rows, _verdict(predicted, devices, parts), cautions)
+
+
+def _cells(row: Predicted) -> list[object]:
+    ratios = (row.speedup, row.allowed_speedup, row.compute_per_token)
+    return [row.name, row.devices, row.ms_per_token, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:

@@ -126,3 +126,27 @@ def layout_figures(layout: Layout, pairs: Sequence[Pair], cpu_share: float | Non
         identical=found.equal_texts == 1,
         cpu_share=cpu_share,
     )
+
+
+HEADS = ("", "ms/token", "speed-up", "allowed", "realised", "equal")
+
+
+def layout_rows(rows: Sequence[LayoutFigures]) -> list[list[object]]:
+    """The table's rows under `HEADS`; ordinary decoding comes first."""
+    if not rows:
+        return []
+    ordinary = sorted(row.ordinary_ms_per_token for row in rows)[len(rows) // 2]
+    cells: list[list[object]] = [["ordinary decoding", ordinary, "1.00", "", "", ""]]
+    for row in rows:
+        allowed, saving = row.allowed_speedup, row.realised_saving
+        cells.append(
+            [
+                row.layout.name,
+                row.ms_per_token,
+                f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})",
+                "" if allowed is None else f"{allowed:.2f}",
+                "" if saving is None else "none" if saving <= 0 else f"{saving:.0%}",
+                row.identical,
+            ]
+        )
+    return cells

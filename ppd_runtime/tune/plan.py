@@ -1,7 +1,7 @@
 """A plan for this machine: every layout that fits it, run for some seconds, ranked, with a verdict."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,41 +9,11 @@ import torch
 from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.tune.layouts import LayoutFigures, fitting, measured, opened
+from ppd_runtime.tune.layouts import HEADS, LayoutFigures, fitting, layout_rows, measured, opened
 from ppd_runtime.tune.machine_load import busy_note
 from ppd_runtime.tune.measured_on import machine
 from ppd_runtime.tune.subject import Subject
-from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What was measured and what follows."""
-
-    conditions: Mapping[str, Any]
-    """What all layouts have in common, as JSON values."""
-    layouts: tuple[LayoutFigures, ...]
-    """The fastest first."""
-    left_out: dict[str, str]
-    """Why a layout has no figures, by its name."""
-    verdict: Verdict
-    cautions: tuple[str, ...]
-    """What makes the figures less certain than they look, a sentence each."""
-
-    @property
-    def title(self) -> str:
-        """What was measured, in a line."""
-        known = self.conditions
-        few_bits = f", {known['weights']} weights" * (known["weights"] in ALL_FORMATS)
-        what = f"{known['model']}{few_bits}, {known['num_layers']} layers, {known['dtype']}"
-        where = f"{', compiled' * known['compiled']} on {known['devices']} {_places(known)}"
-        return f"{what}{where}: {known['seconds']:g} s of each layout beside ordinary decoding"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's JSON form."""
-        rows = [row.as_dict() for row in self.layouts]
-        found = {"layouts": rows, "left_out": self.left_out, **self.verdict.as_dict()}
-        return {**self.conditions, **found, "cautions": list(self.cautions)}
+from ppd_runtime.tune.verdict import Candidate, Plan, verdict
 
 
 def plan_here(
@@ -76,7 +46,13 @@ def made_plan(known: Mapping[str, Any], rows: Sequence[LayoutFigures], left_out:
     nothing = f"a layout needs two {_places(known)} at least, and there is {known['devices']}"
     nothing = "no layout could be measured here" if left_out else nothing
     found = verdict(candidates, nothing, f"what processes on these {devices} cost each other")
-    return Plan(known, ranked, left_out, found, tuple(_cautions(ranked, left_out)))
+    data = {**known, "layouts": [row.as_dict() for row in ranked], "left_out": left_out}
+    few_bits = f", {known['weights']} weights" * (known["weights"] in ALL_FORMATS)
+    what = (
+        f"{known['model']}{few_bits}, {known['num_layers']} layers, {known['dtype']}{', compiled' * known['compiled']}"
+    )
+    title = f"{what} on {devices}: {known['seconds']:g} s of each layout beside ordinary decoding"
+    return Plan(title, data, HEADS, layout_rows(ranked), found, tuple(_cautions(ranked, left_out)))
 
 
 def _conditions(subject: Subject, seconds: float, exit_head: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a plan advises: the best way of decoding with its figures, or "don't" with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WORTH_IT = 1.05
 """A speed-up below this is not worth a second device."""
@@ -32,9 +33,26 @@ class Verdict:
     text: str
     """One sentence for people."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Its part of a plan's JSON form."""
-        return {"gains": self.best is not None, "best": self.best, "verdict": self.text}
+
+@dataclass(frozen=True)
+class Plan:
+    """A verdict with the figures behind it."""
+
+    title: str
+    """What was planned, in a line."""
+    found: Mapping[str, Any]
+    """The figures as JSON values."""
+    heads: tuple[str, ...]
+    rows: Sequence[Sequence[object]]
+    """The figures as a table."""
+    verdict: Verdict
+    cautions: tuple[str, ...] = ()
+    """What makes the figures less certain than they look, a sentence each."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's JSON form."""
+        advice = {"gains": self.verdict.best is not None, "best": self.verdict.best, "verdict": self.verdict.text}
+        return {**self.found, **advice, "cautions": list(self.cautions)}
 
 
 def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Verdict:

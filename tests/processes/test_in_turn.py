@@ -95,14 +95,13 @@ def test_a_plan_measures_what_fits_and_goes_on_behind_what_fails(
     monkeypatch.setattr(planning, "fitting", lambda *_: [broken, STAGES])
     told: list[str] = []
     found = plan_here(subject, 0.0, progress=told.append)
-    assert [row.layout for row in found.layouts] == [STAGES]
-    assert list(found.left_out) == ["none"]
-    assert "stages=99" in found.left_out["none"]
+    data = found.as_dict()
+    assert list(data["left_out"]) == ["none"]
+    assert "stages=99" in data["left_out"]["none"]
     assert found.cautions[0].startswith("none was left out: ")
     assert "measuring 2 stages beside ordinary decoding, 2 of 2" in told
-    data = found.as_dict()
     assert json.loads(json.dumps(data)) == data
-    assert data["layouts"][0]["settings"] == {"stages": 2}
+    assert [row["settings"] for row in data["layouts"]] == [{"stages": 2}]
     assert data["gains"] == (data["best"] is not None)
     assert data["verdict"].startswith("don't" if data["best"] is None else data["best"])
 

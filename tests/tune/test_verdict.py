@@ -98,7 +98,18 @@ def test_figures_are_medians_of_the_texts_own() -> None:
     assert not layout_figures(layout, [pair(0.010, 0.005, equal=4)]).identical
 
 
-KNOWN = {"model": "m", "devices": 2, "device": "cpu", "threads": 1, "exit_head": "shared"}
+KNOWN = {
+    "model": "m",
+    "num_layers": 12,
+    "dtype": "float32",
+    "weights": "floats",
+    "compiled": False,
+    "devices": 2,
+    "device": "cpu",
+    "threads": 1,
+    "exit_head": "shared",
+    "seconds": 8.0,
+}
 
 
 def measured(name: str, speedup: float, identical: bool = True, processes: int = 2) -> LayoutFigures:
@@ -109,7 +120,7 @@ def measured(name: str, speedup: float, identical: bool = True, processes: int =
 
 def test_a_plan_ranks_and_advises() -> None:
     found = made_plan(KNOWN, [measured("2 stages", 1.3), measured("2 threads", 1.5, processes=1)], {})
-    assert [row.layout.name for row in found.layouts] == ["2 threads", "2 stages"]
+    assert [row["name"] for row in found.as_dict()["layouts"]] == ["2 threads", "2 stages"]
     assert found.verdict.best == "2 threads"
     assert "(ppd generate --model m --method autoregressive --threads 2)" in found.verdict.text
     (busy,) = found.cautions
