@@ -48,8 +48,8 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and quartiles, with so many significant digits."""
     if len(values) < 2:
         return f"{values[0]:.{digits}g}"
-    low, middle, high = tune_figures.spread(values)
-    return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
+    found = tune_figures.spread(values)
+    return f"{found.median:.{digits}g} ({found.low:.{digits}g} to {found.high:.{digits}g})"
 
 
 def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:

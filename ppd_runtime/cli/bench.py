@@ -10,7 +10,7 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
+from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def bench(
     as_json: options.AsJson = False,
     out: options.Out = None,
     markdown: Annotated[Path | None, typer.Option(help="Write all tables into this file.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Draw a bar chart into this image.")] = None,
     place: Settings,
 ) -> None:
     """Compare ways of decoding on the same prompts: speed-up over ordinary decoding, what drafts allow, equality.
@@ -49,13 +48,8 @@ def bench(
     dropped. What "all" asks for and the model has no part for is left out, and named.
     """
     with one_line_errors(bench):
-        check_outputs(out, markdown, chart)
-        check_image(chart)
+        check_outputs(out, markdown)
         report = _measured(model, prompts, limit, methods, SamplingParams(**sampling), rounds, place)
-        if chart is not None:
-            from ppd_runtime.tune.chart import draw_speedups
-
-            draw_speedups(report.overall, f"{model}, {report.conditions['num_prompts']} prompts", chart)
         if markdown is not None:
             from ppd_runtime.files.atomic import atomic_file
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ppd_runtime.checks import even_cuts
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.config import ALL_FORMATS, SHARED
+from ppd_runtime.cost_model.match_rates import parse_list
 from ppd_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def match_rate(
     with one_line_errors(match_rate):
         from ppd_runtime.methods.ordinary import OrdinaryDecoding
         from ppd_runtime.models.checkpoint.description import describe
+        from ppd_runtime.models.trained.heads import describe_head
         from ppd_runtime.tune.match_rate_report import measured_report
         from ppd_runtime.tune.match_rates import MatchRateMeter, trained_head_meter
         from ppd_runtime.tune.prompt_files import read_prompts
@@ -62,9 +65,8 @@ def match_rate(
         check_outputs(out)
         texts = [prompt.text for prompt in read_prompts(prompts, limit)]
         info = describe(model, place.get("weights"))
-        head = _trained_head(exit_head, info)
-        cut_after = _cuts(info.num_layers, stages, cuts or ())
-        setting = _setting(info, head, exit_layers, k, SamplingParams(**sampling), cut_after)
+        head = None if exit_head == SHARED else describe_head(exit_head, info)
+        setting = _setting(info, head, exit_layers, k, SamplingParams(**sampling), stages, cuts or ())
         with OrdinaryDecoding(model, **place) as ordinary:
             meter = trained_head_meter(ordinary, setting, head) if head else MatchRateMeter(ordinary, setting)
             report = measured_report(meter, texts, lambda done, of: show_progress(f"prompt {done} of {of} done"))
@@ -77,31 +79,19 @@ def match_rate(
             _print_tables(report)
 
 
-def _trained_head(exit_head: str, info: "ModelInfo") -> "HeadInfo | None":
-    from ppd_runtime.models.trained.heads import describe_head
-
-    return None if exit_head == SHARED else describe_head(exit_head, info)
-
-
-def _cuts(num_layers: int, stages: str | None, cuts: Sequence[str]) -> list[tuple[int, ...]]:
-    from ppd_runtime.checks import even_cuts
-    from ppd_runtime.cost_model.match_rates import parse_list
-
-    even = [] if stages is None else [even_cuts(num_layers, number) for number in parse_list("--stages", stages, int)]
-    return [*even, *(tuple(parse_list("--cuts", text, int)) for text in cuts)]
-
-
 def _setting(
     info: "ModelInfo",
     head: "HeadInfo | None",
     exit_layers: str | None,
     k: str,
     sampling: SamplingParams,
-    cuts: Sequence[tuple[int, ...]],
+    stages: str | None,
+    cuts: Sequence[str],
 ) -> "MatchRateSetting":
-    from ppd_runtime.cost_model.match_rates import parse_list
     from ppd_runtime.tune.match_rates import MatchRateSetting
 
+    even = [] if stages is None else [even_cuts(info.num_layers, n) for n in parse_list("--stages", stages, int)]
+    all_cuts = (*even, *(tuple(parse_list("--cuts", text, int)) for text in cuts))
     if exit_layers is None and head is not None:
         layers = [head.exit_layer]
     elif exit_layers in (None, "all"):
@@ -109,7 +99,7 @@ def _setting(
     else:
         layers = parse_list("--exit-layers", str(exit_layers), int)
     ks = tuple(parse_list("--k", k, int))
-    setting = MatchRateSetting(info.num_layers, info.vocab_size, tuple(layers), ks, sampling, tuple(cuts))
+    setting = MatchRateSetting(info.num_layers, info.vocab_size, tuple(layers), ks, sampling, all_cuts)
     if head is not None:
         head.check_layers(setting.exit_layers)
     return setting

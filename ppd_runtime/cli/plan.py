@@ -1,7 +1,5 @@
 """`ppd plan`: which layout is the fastest here, measured, or on devices that are not here, by the formulas."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +16,6 @@ from ppd_runtime.tune.device_plan import Given, plan_devices
 from ppd_runtime.tune.tables import plain_table
 
 if TYPE_CHECKING:
-    from ppd_runtime.tune.subject import Subject
     from ppd_runtime.tune.verdict import Plan
 
 
@@ -47,40 +44,31 @@ def plan(
     model has a chat template.
 
     With --devices no layout runs: formulas predict its time from those of a layer, a head and a message, and from match
-    rates. What is not given of these is measured here, but for --hop-ms.
+    rates, all of which are given.
     """
     with one_line_errors(plan):
         check_outputs(out)
         check_number("seconds", seconds)
         given = Given(**elsewhere)
         in_process_config("a plan", {"model": model, **place})
-        load = partial(_loaded, model, prompts, limit, SamplingParams(**sampling), place)
+        params = SamplingParams(**sampling)
         if given.devices is None:
-            planned = _here(load(), seconds, exit_head)
+            planned = _measured(model, prompts, limit, params, seconds, exit_head, place)
+        elif exit_head != SHARED:
+            told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
+            raise ValueError(f"{told}, give them as --match-rates instead")
         else:
-            planned = _elsewhere(given, model, exit_head, place.get("weights"), load)
+            planned = plan_devices(given, model, place.get("weights"))
         give_json(planned.as_dict(), as_json, out)
         if not as_json:
             table = plain_table(planned.heads, planned.rows) if planned.rows else ""
             print(planned.title, table, "\n".join([*planned.cautions, planned.verdict.text]), sep="\n\n")
 
 
-def _here(subject: "Subject", seconds: float, exit_head: str) -> "Plan":
+def _measured(
+    model: str, prompts: str, limit: int | None, params: SamplingParams, seconds: float, exit_head: str, place: Settings
+) -> "Plan":
     from ppd_runtime.tune.plan import plan_here
-
-    return plan_here(subject, seconds, exit_head, show_progress)
-
-
-def _elsewhere(given: Given, model: str, exit_head: str, weights: str | None, load: "Callable[[], Subject]") -> "Plan":
-    """The formulas' plan; the model is loaded where something is left to measure."""
-    if exit_head != SHARED:
-        told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
-        raise ValueError(f"{told}, give them as --match-rates instead")
-    given.check_weights(weights)
-    return plan_devices(given, model, load() if given.measures else None, show_progress)
-
-
-def _loaded(model: str, prompts: str, limit: int | None, params: SamplingParams, place: Settings) -> "Subject":
     from ppd_runtime.tune.subject import loaded
 
-    return loaded(model, prompts, limit, params, **place)
+    return plan_here(loaded(model, prompts, limit, params, **place), seconds, exit_head, show_progress)

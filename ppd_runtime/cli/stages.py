@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppd_runtime.checks import even_cuts
 from ppd_runtime.config import USUAL_K
 from ppd_runtime.cost_model.match_rates import parse_list, read_match_rates
+from ppd_runtime.cost_model.staged import check_shares
+from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.cost_model.tradeoff import StagedSetting, StagedTradeoff, measured_settings, predict_stages
 from ppd_runtime.tune.tables import plain_table
-
-if TYPE_CHECKING:
-    from ppd_runtime.cost_model.theory import Times
-    from ppd_runtime.cost_model.tradeoff import StagedSetting, StagedTradeoff
 
 USUAL_LAYERS = 40
 """What `ppd tradeoff` takes where nothing else says it."""
@@ -38,15 +36,13 @@ def predict_staged(
     ks: Sequence[int] | None,
     own: StagedOptions,
     tokens: int,
-    times: "Times | None",
-) -> "list[StagedTradeoff]":
+    times: Times | None,
+) -> list[StagedTradeoff]:
     """A row for each number of stages, cuts and k, of the shares in the options or of those in a file.
 
     Raises:
         ValueError: for what was given and cannot be, before anything is predicted.
     """
-    from ppd_runtime.cost_model.tradeoff import measured_settings, predict_stages
-
     rows, all_reduce = own.rows_per_token, own.all_reduce_ms
     if all_reduce is not None and times is None:
         raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
@@ -63,9 +59,7 @@ def predict_staged(
     return [predict_stages(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
 
 
-def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Sequence[int]) -> "list[StagedSetting]":
-    from ppd_runtime.cost_model.tradeoff import given_settings
-
+def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Sequence[int]) -> list[StagedSetting]:
     lists = [parse_list("--first-boundary", part, float) for part in shares.split(";")]
     if len(lists) != len(stages):
         asked = ",".join(map(str, stages))
@@ -73,11 +67,15 @@ def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Seq
         raise ValueError(
             f"--stages {asked} with --first-boundary {shares}: give shares for each, with ';' between; or {way_out}"
         )
-    by_stages = zip(stages, lists, strict=True)
-    return [setting for number, own in by_stages for setting in given_settings(num_layers, number, own, ks)]
+    settings = []
+    for number, own in zip(stages, lists, strict=True):
+        cuts = even_cuts(num_layers, number)
+        check_shares(own, number)
+        settings += [(cuts, k, tuple(own)) for k in ks]
+    return settings
 
 
-def print_staged(rows: "Sequence[StagedTradeoff]", options: StagedOptions) -> None:
+def print_staged(rows: Sequence[StagedTradeoff], options: StagedOptions) -> None:
     """The rows as a table; cuts are shown where they are not even."""
     if options.all_reduce_ms is not None:
         how = f"all-reduces of {options.all_reduce_ms:g} ms"

@@ -4,7 +4,7 @@ import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,11 +15,9 @@ from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.stages import USUAL_LAYERS, StagedOptions, predict_staged, print_staged
 from ppd_runtime.config import USUAL_K
 from ppd_runtime.cost_model.match_rates import parse_list, read_match_rates, select
+from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.cost_model.tradeoff import Tradeoff, predict, row_dict
 from ppd_runtime.tune.tables import plain_table
-
-if TYPE_CHECKING:
-    from ppd_runtime.cost_model.theory import Times
-    from ppd_runtime.cost_model.tradeoff import Tradeoff
 
 _EXIT_LAYER, _MATCH_RATE = "20", "0.6837"
 
@@ -58,18 +56,13 @@ def tradeoff(
 ) -> None:
     """Predict latency and compute by Theorem 4.1; lists of values give a row for every combination.
 
-    --layer-ms adds the time per token.
+    --layer-ms adds the time per token. --match-rates takes all measured rates that Theorem 4.1 covers, or those of
+    --exit-layer and --k.
 
     --stages predicts the staged layout, with tensor parallelism on as many devices beside it: from --first-boundary,
     or from the first boundaries that `ppd match-rate --stages` or --cuts wrote into the file of --match-rates.
-
-    --match-rates FILE takes measured rates from a JSON file of the form
-    {"match_rates": {"<exit_layer>": {"<k>": rate}}}: all that Theorem 4.1 covers, or those of --exit-layer and --k.
-    Where the file notes the model's num_layers, as `ppd match-rate` does, --layers is not needed.
     """
     with one_line_errors(tradeoff):
-        from ppd_runtime.cost_model.tradeoff import predict, row_dict
-
         check_outputs(out)
         of_passes = _times(**times)
         ks = None if k is None else parse_list("--k", k, int)
@@ -97,9 +90,7 @@ def _refuse(line: str, **given: object) -> None:
             raise ValueError(line.format(f"--{name.replace('_', '-')} {value}"))
 
 
-def _times(layer_ms: float | None = None, **others: float) -> "Times | None":
-    from ppd_runtime.cost_model.theory import Times
-
+def _times(layer_ms: float | None = None, **others: float) -> Times | None:
     if layer_ms is not None:
         return Times(layer_ms, *(others.get(name, 0.0) for name in ("head_ms", "exit_head_ms", "hop_ms")))
     if others:
@@ -128,7 +119,7 @@ def _settings(
     return num_layers, select(measured.rates, exits, ks)
 
 
-def _print_table(rows: "list[Tradeoff]") -> None:
+def _print_table(rows: list[Tradeoff]) -> None:
     print(f"Theorem 4.1: {rows[0].num_layers} layers, {rows[0].num_new_tokens} tokens; ordinary decoding is 1\n")
     timed = rows[0].latency_ms_per_token is not None
     heads = ["exit", "k", "match", "ratio", "speed-up", "compute per token", "compute per time"]

@@ -66,13 +66,6 @@ class Predicted:
     """Full passes of all layers, by all devices; ordinary decoding's is 1."""
 
 
-def check_request(devices: int, all_reduce_ms: float | None) -> None:
-    """Raise ValueError for less than two devices, or a negative time."""
-    check_whole("devices", devices, 2)
-    if all_reduce_ms is not None:
-        check_number("all_reduce_ms", all_reduce_ms)
-
-
 def rank(
     num_layers: int, rates: MatchRates, parts: Parts, devices: int, all_reduce_ms: float | None = None
 ) -> list[Predicted]:
@@ -83,7 +76,7 @@ def rank(
     Raises:
         ValueError: for rates or shares outside [0, 1], and layers that Theorem 4.1 or the stages do not cover.
     """
-    check_request(devices, all_reduce_ms)
+    check_whole("devices", devices, 2)
     rows = [
         paper(num_layers, exit_layer, k, rate, parts)
         for (exit_layer, k), rate in rates.rates.items()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ppd_runtime.checks import check_cuts, check_stages, even_cuts
+from ppd_runtime.checks import check_cuts, check_stages
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times, miss_time
@@ -100,15 +100,10 @@ def predict_stages(
     rows_per_token: float | None = None,
     all_reduce_ms: float | None = None,
 ) -> StagedTradeoff:
-    """One setting's row.
+    """One setting's row; times are in milliseconds, and without them only layers take time.
 
-    Args:
-        num_layers: the model's.
-        setting: cuts, k and shares.
-        num_new_tokens: of the text; its first token passes all stages.
-        times_ms: in milliseconds; without them only layers take time.
-        rows_per_token: rows that are dropped; None: `staged.dropped_rows`.
-        all_reduce_ms: tensor parallelism's; None: gpt-fast's on A100 GPUs, without times in its model's layer times.
+    `rows_per_token` are dropped; None: `staged.dropped_rows`. Without `all_reduce_ms` tensor parallelism has gpt-fast's
+    on A100 GPUs, without times in its model's layer times.
 
     Raises:
         ValueError: see `ppd_runtime.cost_model.staged`.
@@ -139,13 +134,6 @@ def predict_stages(
 def row_dict(row: Tradeoff | StagedTradeoff) -> dict[str, object]:
     """A row's fields by name; the time only if times were given."""
     return {name: value for name, value in asdict(row).items() if value is not None}
-
-
-def given_settings(num_layers: int, stages: int, shares: Sequence[float], ks: Sequence[int]) -> list[StagedSetting]:
-    """Even stages, their shares, and each k; raises ValueError for stages or shares that cannot be."""
-    cuts = even_cuts(num_layers, stages)
-    staged.check_shares(shares, stages)
-    return [(cuts, k, tuple(shares)) for k in ks]
 
 
 def measured_settings(

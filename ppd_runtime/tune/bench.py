@@ -69,15 +69,13 @@ class BenchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        groups = {"overall": self.overall, **self.by_group}
-        found = {group: {label: _as_json(one) for label, one in of.items()} for group, of in groups.items()}
         return {
             **self.conditions,
             "rows": {row.label: {"method": row.method, "settings": full_settings(row)} for row in self.rows},
             "left_out": dict(self.left_out),
             "failures": dict(self.failures),
-            "overall": found.pop("overall"),
-            "by_group": found,
+            "overall": _as_json(self.overall),
+            "by_group": {group: _as_json(found) for group, found in self.by_group.items()},
         }
 
     def markdown(self) -> str:
@@ -147,16 +145,9 @@ def bench_rows(
     rounds: int = 1,
     on_prompt: Callable[[int, int], None] = lambda done, of: None,
 ) -> BenchReport:
-    """Compare checked rows on the prompts of all groups; what is opened is closed, `ordinary` too.
+    """Compare checked rows on the prompts of all groups that leave room for the new tokens; see `compare`.
 
-    Args:
-        ordinary: ordinary decoding, whose row is the first one.
-        rows: see `check_rows`.
-        left_out: why others were left out.
-        groups: prompts by group; those that leave no room for the new tokens are left out.
-        sampling: settled for the model; the seed is the first prompt's, each further prompt has the next one.
-        rounds: how often all prompts come.
-        on_prompt: is told how many prompts are done, and of how many.
+    `sampling` is settled for the model; `left_out` says why others were; what is opened is closed, `ordinary` too.
 
     Raises:
         ValueError: where no prompt fits.
@@ -198,9 +189,8 @@ def _figures(found: Comparison, rows: Sequence[MethodRow], places: Sequence[int]
     return {label: figures(some) for label, some in pairs.items() if some}
 
 
-def _as_json(found: Figures) -> dict[str, Any]:
-    spreads = {name: value._asdict() for name, value in vars(found).items() if isinstance(value, Spread)}
-    return {**asdict(found), **spreads}
+def _as_json(found: Mapping[str, Figures]) -> dict[str, Any]:
+    return {label: asdict(one) for label, one in found.items()}
 
 
 def _group_cell(found: Figures) -> str:

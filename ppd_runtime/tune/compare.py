@@ -1,6 +1,5 @@
 """Several ways of decoding in turn over prompts: `compare`, on which every comparison of this project stands."""
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -158,12 +157,8 @@ def _turn(
     for way in ways:
         if way.name not in failures:
             try:
-                with on_cores(way.cores), _counted(load, way.threads):
+                with on_cores(way.cores), load.computing(way.threads):
                     texts[way.name] = way.decode(prompt, params)
             except CannotDecodeError as error:
                 failures[way.name] = str(error)
     return texts
-
-
-def _counted(load: LoadMeter, threads: int | None) -> contextlib.AbstractContextManager[None]:
-    return load.computing(threads) if threads else contextlib.nullcontext()

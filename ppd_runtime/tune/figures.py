@@ -8,7 +8,6 @@ ordinary step, v that of a verification.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ppd_runtime.cost_model.theory import drafting_ratio, realised_saving
 from ppd_runtime.tune.compare import Drafting, Pair, Text
@@ -17,7 +16,8 @@ WINDOWS = tuple(range(1, 7))
 """The w of CTAR(w), as in Kangaroo's Figure 3."""
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """First quartile, median and third quartile."""
 
     low: float
@@ -104,7 +104,8 @@ def figures(pairs: Sequence[Pair]) -> Figures:
         draft_cost=draft_cost,
         verification_cost=_cost(pairs, lambda o, d: d.verify_s + _reused_s(o, d), lambda d: len(d.lengths)),
         equal_texts=sum(pair.identical for pair in pairs) / len(pairs),
-        equal_tokens=sum(pair.equal for pair in pairs) / sum(max(map(_length, pair)) for pair in pairs),
+        equal_tokens=sum(pair.equal for pair in pairs)
+        / sum(max(len(text.token_ids) for text in pair) for pair in pairs),
     )
 
 
@@ -136,10 +137,6 @@ def predicted_step_ratio(text: Text) -> float | None:
     if not stats.asked or stats.match_rate is None:
         return None
     return (stats.predicted_ratio * tokens - 1) / (tokens - 1)
-
-
-def _length(text: Text) -> int:
-    return len(text.token_ids)
 
 
 def _rate(text: Text) -> float:

@@ -71,13 +71,9 @@ class LayoutFigures:
 
 
 def fitting(devices: int, num_layers: int, threads: int, on_cpu: bool) -> list[Layout]:
-    """The layouts for which there is a device for each process.
+    """The layouts for which there is a device for each process: a GPU, or `threads` CPU cores.
 
-    Args:
-        devices: GPUs, or CPU cores over `threads`.
-        num_layers: the model's.
-        threads: CPU threads of a process.
-        on_cpu: whether ordinary decoding can have the cores of a second process instead.
+    On CPUs ordinary decoding can have the cores of a second process instead.
     """
     layouts = [Layout(f"{2 * threads} threads", {"threads": 2 * threads})] if on_cpu and devices >= 2 else []
     if num_layers < 2:

@@ -42,11 +42,12 @@ class LoadMeter:
         self._times[of] = had + cpu_s, usable + usable_s
 
     @contextlib.contextmanager
-    def computing(self, threads: int) -> Iterator[None]:
-        """Count a block in which so many threads of this process compute without waiting."""
+    def computing(self, threads: int | None) -> Iterator[None]:
+        """Count a block in which so many threads of this process compute without waiting; None: nothing is counted."""
         began, cpu_before = time.perf_counter(), time.process_time()
         yield
-        self.add("computing", time.process_time() - cpu_before, threads * (time.perf_counter() - began))
+        if threads:
+            self.add("computing", time.process_time() - cpu_before, threads * (time.perf_counter() - began))
 
     def probe(self) -> None:
         """Compute on all the cores at once for a moment; nothing else of the measurement may be at work."""

@@ -64,8 +64,8 @@ class MatchRateSetting:
                 raise ValueError(f"k={k} is more than the {self.vocab_size} tokens of the vocabulary: choose fewer")
         for layer in self.exit_layers:
             if layer not in range(1, self.num_layers):
-                choice = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
-                raise ValueError(f"exit_layer={layer}: {choice}")
+                told = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
+                raise ValueError(f"exit_layer={layer}: {told}")
         for cuts in self.cuts:
             check_cuts(self.num_layers, cuts)
         object.__setattr__(self, "exit_layers", tuple(sorted({*self.exit_layers, *itertools.chain(*self.cuts)})))

@@ -21,6 +21,10 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 }
 """What "all" makes of a method, unless that is the method with its defaults. LayerSkip's own rule is constant length:
 with it, AdaSPEED's three rules make the comparison of that paper's Table I."""
+NAMES = (*METHODS, *TRANSFORMERS_METHODS)
+"""The methods that a row can be of."""
+PRESETS = tuple(label for name in NAMES for label in _PRESETS.get(name, (name,)))
+"""The labels that "all" stands for."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
 _FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config")
@@ -39,16 +43,6 @@ class MethodRow:
     """Whether it was asked for by name, not by "all"."""
 
 
-def names() -> tuple[str, ...]:
-    """The methods that a row can be of."""
-    return (*METHODS, *TRANSFORMERS_METHODS)
-
-
-def presets() -> tuple[str, ...]:
-    """The labels that "all" stands for."""
-    return tuple(label for name in names() for label in _PRESETS.get(name, (name,)))
-
-
 def parse_rows(text: str) -> list[MethodRow]:
     """The rows of a text, each once, with ordinary decoding first in any case.
 
@@ -58,7 +52,7 @@ def parse_rows(text: str) -> list[MethodRow]:
     labels = [part.strip() for part in text.split(",")]
     rows = [_row(label) for label in labels if label != ALL]
     if ALL in labels:
-        rows += [replace(_row(label), required=False) for label in presets()]
+        rows += [replace(_row(label), required=False) for label in PRESETS]
     found: dict[str, MethodRow] = {BASELINE: _row(BASELINE)}
     for row in rows:
         found.setdefault(row.label, row)
@@ -92,8 +86,8 @@ def full_settings(row: MethodRow) -> dict[str, Any]:
 
 def _row(label: str) -> MethodRow:
     method, colon, settings = label.partition(":")
-    if method not in names():
-        raise ValueError(f"method {method!r}: choose among {', '.join((ALL, *names()))}")
+    if method not in NAMES:
+        raise ValueError(f"method {method!r}: choose among {', '.join((ALL, *NAMES))}")
     return MethodRow(label, method, dict(_setting(label, part) for part in settings.split(";")) if colon else {})
 
 

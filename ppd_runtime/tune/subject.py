@@ -21,14 +21,7 @@ class Subject:
 
 
 def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams, **place: Any) -> Subject:
-    """The model with the prompts of a file, or "demo" for the shipped ones.
-
-    Args:
-        model: see `RuntimeConfig`.
-        source: see `read_prompts`.
-        limit: prompts to take; None takes all.
-        sampling: how texts are decoded.
-        place: settings of `OrdinaryDecoding`.
+    """The model, in a `place` by settings of `OrdinaryDecoding`, with the prompts that `read_prompts` finds.
 
     Raises:
         ValueError: for a model, a setting or a file that cannot be used.

@@ -43,13 +43,9 @@ def _early_exit(
 
 def _prompt_lookup(info: ModelInfo, prompt_lookup_num_tokens: int = 10, max_matching_ngram_size: int = 2) -> Arguments:
     """Drafts out of the text so far; the numbers are transformers' documentation's."""
-    found = {
-        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
-        "max_matching_ngram_size": max_matching_ngram_size,
-    }
-    for name, number in found.items():
-        check_whole(name, number, 1)
-    return found
+    check_whole("prompt_lookup_num_tokens", prompt_lookup_num_tokens, 1)
+    check_whole("max_matching_ngram_size", max_matching_ngram_size, 1)
+    return {"prompt_lookup_num_tokens": prompt_lookup_num_tokens, "max_matching_ngram_size": max_matching_ngram_size}
 
 
 TRANSFORMERS_METHODS = {"assistant_early_exit": _early_exit, "prompt_lookup": _prompt_lookup}

@@ -58,10 +58,8 @@ class Plan:
 def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Verdict:
     """The fastest candidate if it is worth its devices.
 
-    Args:
-        candidates: in any order.
-        nothing_fits: the reason if there is no candidate.
-        cost: what takes time besides layers, told if candidates are right often enough.
+    `nothing_fits` is the reason if there is no candidate; `cost` is what takes time besides layers, told if candidates
+    are right often enough.
     """
     if not candidates:
         return Verdict(None, f"don't: {nothing_fits}")

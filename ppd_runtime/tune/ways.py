@@ -13,7 +13,7 @@ from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, open_method
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.results import GenerationResult
+from ppd_runtime.results import Stats
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune.compare import Comparison, Drafting, Text, Way, compare
@@ -37,20 +37,20 @@ def own_way(name: str, generator: TextGenerator, cores: tuple[int, ...] = ()) ->
         result = generator.generate(prompt_ids, params)
         stats = result.stats
         times = (stats.latency_s, stats.time_to_first_token_s)
-        return Text(result.token_ids, *times, drafting=_drafting(generator, result), stats=stats)
+        return Text(result.token_ids, *times, drafting=_drafting(generator, stats), stats=stats)
 
     if isinstance(generator, OneProcessDecoding):
         return Way(name, decode, cores, generator.config.threads_per_worker)
     return Way(name, decode)
 
 
-def _drafting(generator: TextGenerator, result: GenerationResult) -> Drafting | None:
-    found = result.stats.speculation
+def _drafting(generator: TextGenerator, stats: Stats) -> Drafting | None:
+    found = stats.speculation
     if found is None or not isinstance(generator, SelfSpeculativeDecoding):
         return None
     reuses = isinstance(generator.method, EarlyExitDrafting)
     return Drafting(
-        lengths=result.stats.run_lengths[1:],
+        lengths=stats.run_lengths[1:],
         drafted=found.drafted,
         accepted=found.accepted,
         draft_s=found.draft_s,
@@ -93,13 +93,10 @@ def _cores_of(generator: Generator) -> list[int]:
 
 @contextlib.contextmanager
 def opened_rows(ordinary: OrdinaryDecoding, rows: Sequence[MethodRow]) -> Iterator[list[Way]]:
-    """Each row's way, open until the block ends; those that draft in this process share one model's weights.
+    """The ways of checked rows, open until the block ends, with ordinary decoding's model, dtype, device and so on.
 
-    What runs in this process stays on the cores of the first row's main process that has one.
-
-    Args:
-        ordinary: ordinary decoding; the others have its model, dtype, weights, device, threads and compile.
-        rows: checked ones, ordinary decoding's among them.
+    Those that draft in this process share one model's weights. What runs in this process stays on the cores of the
+    first row's main process that has one.
     """
     library, opened, drafting = None, list[TextGenerator | TransformersMethod](), None
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`ppd plan --devices` where everything is given: nothing is measured, no model is loaded."""
+"""`ppd plan --devices`: nothing is measured, no model is loaded."""
 
 import json
 import subprocess
@@ -98,10 +98,18 @@ def test_what_is_asked_for_is_planned(rates: Path) -> None:
         ("ASKED --match-rates FOLDER/none.json", "No such file"),
         ("ASKED --match-rates FOLDER/int8.json --weights int4", "int8.json was measured with weights in int8, and the"),
         ("ASKED --match-rates FOLDER/three.json", "three.json: weights='int3': choose one of floats, int8, int4"),
-        ("--devices 4 --layer-ms 0 --hop-ms 1", "--layer-ms 0"),
-        ("--devices 4 --layer-ms 1", "--devices 4: a message between devices that are not here cannot be timed, give"),
+        ("--devices 4 --match-rates FOLDER/rates.json --layer-ms 0 --hop-ms 1", "--layer-ms 0"),
+        (
+            "--devices 4 --match-rates FOLDER/rates.json --hop-ms 1",
+            "--devices 4: needs --layer-ms as well, give it too",
+        ),
+        ("--devices 4 --layer-ms 1 --hop-ms 1", "--devices 4: needs --match-rates as well, give it too"),
+        ("--devices 4 --match-rates FOLDER/rates.json --layer-ms 1", "--devices 4: needs --hop-ms as well"),
         ("--devices 1 --hop-ms 1", "--devices 1"),
-        ("ASKED --exit-head trained", "--exit-head trained with --devices: `ppd match-rate --exit-head` measures its"),
+        (
+            "ASKED --match-rates FOLDER/rates.json --exit-head trained",
+            "--exit-head trained with --devices: `ppd match-rate --exit-head` measures its",
+        ),
         ("--hop-ms 0.1", "--hop-ms 0.1: is for devices that are not here, give --devices as well"),
         ("--match-rates FOLDER/rates.json", "is for devices that are not here, give --devices as well"),
         ("--out FOLDER", "give a file in a folder that exists"),

@@ -1,6 +1,5 @@
 """Layouts beside ordinary decoding, text by text in turn: what `ppd plan` and `ppd demo` time."""
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from ppd_runtime.host import available_cores
 from ppd_runtime.tune import plan as planning
 from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, measured, opened
 from ppd_runtime.tune.machine_load import UNDISTURBED
-from ppd_runtime.tune.parts import measured_parts, measured_rates
 from ppd_runtime.tune.plan import plan_here
 from ppd_runtime.tune.subject import Subject, loaded, message_ids
 
@@ -130,25 +128,3 @@ def test_prompts_are_messages_where_there_is_a_template(model_folder: Callable[.
     (asked,) = message_ids(ordinary, ["fox"], 9)
     assert asked == ordinary.tokenizer.encode("user fox", add_special_tokens=False)
     assert plain == ordinary.tokenizer.encode("fox")
-
-
-def test_parts_and_rates_are_measured_for_devices_that_are_not_here(subject: Subject) -> None:
-    parts = measured_parts(subject)
-    assert 0 < parts.layer_ms < 1000
-    assert parts.exit_head_ms == parts.head_ms > 0
-    assert (parts.hop_ms, 0 <= parts.row_cost <= 1) == (0, True)
-    rates = measured_rates(subject, [1, 2], most_stages=3)
-    assert set(rates.rates) == set(itertools.product((2, 3), (1, 2)))
-    assert set(rates.first_boundary) == {(cuts, k) for cuts in ((2,), (1, 2)) for k in (1, 2)}
-    assert rates.source == "2 prompts, 16 tokens", "the first token of a text has no candidates"
-    for k in (1, 2):  # at half depth, a match and a first boundary are one
-        assert rates.first_boundary[(2,), k][0] == pytest.approx(rates.rates[2, k])
-
-
-def test_rates_are_those_that_the_runtime_finds(subject: Subject) -> None:
-    rates = measured_rates(subject, [2], most_stages=1).rates
-    layout = {"k": 2, "exit_layer": 3, "transport": "local", "speculation": "always"}
-    with PPDRuntime(subject.ordinary.config.model, dtype=subject.ordinary.dtype, **layout) as runtime:
-        results = [runtime.generate(prompt, PARAMS) for prompt in PROMPTS]
-    hits = sum(result.stats.hits for result in results)  # a late candidate is a miss there, a right one never wrong
-    assert hits <= round(rates[3, 2] * 16)

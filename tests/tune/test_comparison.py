@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune.bench import BenchReport, read_groups
 from ppd_runtime.tune.compare import CannotDecodeError, Drafting, Pair, Text, Way, compare
 from ppd_runtime.tune.figures import allowed_speedup, figures, spread
-from ppd_runtime.tune.rows import check_rows, full_settings, parse_rows, presets
+from ppd_runtime.tune.rows import PRESETS, check_rows, full_settings, parse_rows
 from ppd_runtime.tune.tables import markdown_table, plain_table
 
 TOKENS = tuple(range(11))
@@ -145,7 +145,7 @@ def test_tokens_before_a_difference(one: tuple[int, ...], other: tuple[int, ...]
     [([7.0], [7, 7, 7]), ([4.0, 2.0], [2.5, 3, 3.5]), ([5, 1, 3, 2, 4], [2, 3, 4]), ([4, 1, 8, 2], [1.75, 3, 5])],
 )
 def test_quartiles_are_interpolated_linearly(values: list[float], expected: list[float]) -> None:
-    assert list(spread(values)) == expected
+    assert astuple(spread(values)) == tuple(expected)
 
 
 def noted(names: str, asked: list[tuple[str, int, int]], failing: str = "") -> list[Way]:
@@ -191,7 +191,7 @@ def test_seconds_go_round_with_three_texts_at_least() -> None:
 
 def test_all_is_every_method_there_is() -> None:
     rows = parse_rows("all")
-    assert [row.label for row in rows] == list(presets())
+    assert [row.label for row in rows] == list(PRESETS)
     assert rows[0].label == "autoregressive"
     assert set(METHODS) <= {row.method for row in rows}
     assert not any(row.required for row in rows[1:])
@@ -209,7 +209,7 @@ def test_rows_with_settings() -> None:
     assert dict(rows[1].settings) == {"exit_layer": 6, "num_speculations": 2}
     assert full_settings(rows[2]) == {"k": 3, "launcher": "auto"}
     assert (rows[3].settings["adapter"], rows[3].required) == ("some/folder", True)
-    assert len(rows) == len(presets()) + 3
+    assert len(rows) == len(PRESETS) + 3
 
 
 def test_what_the_model_has_no_part_for_is_left_out_of_all(model_folder) -> None:
