@@ -141,7 +141,7 @@ class LlamaCpp:
         return tokens[len(prompt) :], _time_per_token(times, num_tokens)
 
 
-_START_S, _ANSWER_S = 900.0, 600.0
+_START_S, _ANSWER_S, _END_S = 900.0, 600.0, 10.0
 _ENGINE: Engine | None = None
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
 FILE = "the file's"
@@ -189,15 +189,18 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it, whatever it does."""
-        for process in list((self._pool._processes or {}).values()):
+        processes = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.join(_END_S)
             process.kill()
-        self._pool.shutdown()
 
 
 def _open(task: Task) -> None:
     """Open the engine of this process."""
     global _ENGINE  # noqa: PLW0603 (one for each process)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what an engine prints is no figure
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # what an engine prints is no figure
     _ENGINE = ENGINES[task.engine][0](task)
 
 

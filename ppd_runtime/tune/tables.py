@@ -21,7 +21,9 @@ def plain_table(heads: Sequence[str], rows: Rows, number: str = ".3f") -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        "  ".join(text.rjust(width) if place else text.ljust(width) for place, (text, width) in enumerate(columns))
+        "  ".join(
+            text.rjust(width) if place else text.ljust(width) for place, (text, width) in enumerate(columns)
+        ).rstrip()
         for columns in (list(zip(line, widths, strict=True)) for line in lines)
     )
 
