@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, whole_numbers
+from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.layouts import DECIDER
@@ -64,10 +64,9 @@ def measure_all(several: Sequence[Series]) -> list[Figures]:
 
 def table(figures: Figures) -> str:
     """The rows in Markdown."""
-    columns = ["transport", "bytes", "pause, ms", "one way, µs: median", "p99", "sender's own time, µs", "messages"]
-    names = ("transport", "num_bytes", "pause_ms", "median_us", "p99_us", "sender_us", "count")
-    rows = [[f"{v:.1f}" if isinstance(v := row[name], float) else v for name in names] for row in figures["rows"]]
-    return markdown_table(columns, rows)
+    kinds = {"transport": "transport", "num_bytes": "bytes", "pause_ms": "pause, ms"}
+    times = {"median_us": "one way, µs: median", "p99_us": "p99", "sender_us": "sender's own time, µs"}
+    return table_of(figures["rows"], **kinds, **times, count="messages")
 
 
 def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:

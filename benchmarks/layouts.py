@@ -31,13 +31,12 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import (
     Figures,
     ledger_table,
-    markdown_table,
     mean_ledger_ms,
     new_parser,
     positive,
     run,
     share,
-    spread,
+    table_of,
 )
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS
@@ -192,13 +191,14 @@ def table(figures: Figures) -> str:
     emulated = figures["emulate_layer_ms"]
     devices = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
     devices += f", {figures['hop_ms']:g} ms more a hop" if figures["hop_ms"] else ""
-    columns = [f"layout, {figures['model']}{devices}", "ordinary, ms a token", "layout, ms a token"]
-    columns += ["ratio (quartiles)", "slowest prompt", "first request", "match rate", "Theorem 4.1", "realised saving"]
-    after = ("slowest_prompt", "first_request", "match_rate", "predicted", "realised_saving", "identical")
-    rows = [[row["layout"], *row["ms"], spread(row["ratios"]), *map(row.get, after)] for row in figures["rows"]]
+    rows = [{**row, "ordinary": row["ms"][0], "own": row["ms"][1]} for row in figures["rows"]]
+    heads = {"layout": f"layout, {figures['model']}{devices}", "ordinary": "ordinary, ms a token"}
+    heads |= {"own": "layout, ms a token", "ratios": "ratio (quartiles)", "slowest_prompt": "slowest prompt"}
+    heads |= {"first_request": "first request", "match_rate": "match rate", "predicted": "Theorem 4.1"}
+    heads |= {"realised_saving": "realised saving", "identical": "tokens identical"}
     ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
     ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
-    return f"{markdown_table([*columns, 'tokens identical'], rows)}\n\n{ledger_table(ledgers, emulated is not None)}"
+    return f"{table_of(rows, **heads)}\n\n{ledger_table(ledgers, emulated is not None)}"
 
 
 def parser() -> argparse.ArgumentParser:

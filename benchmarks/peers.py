@@ -28,7 +28,7 @@ import torch
 from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
 from benchmarks.floor import Reading
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown_table, new_parser, positive, run, spread, whole_numbers
+from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.packages import packaged_file
@@ -165,7 +165,7 @@ def _row(task: Task, found: Comparison, floor: str, expected: str | None) -> Fig
         "share_of_bandwidth": floor_ms / statistics.median(times),
     }
     if expected:
-        row |= {"texts": len(pairs), "equal_texts": sum(pair.identical for pair in pairs)}
+        row["equal_texts"] = sum(pair.identical for pair in pairs) / len(pairs)
         row["equal_start"] = sum(pair.equal for pair in pairs) / sum(len(pair.ordinary.token_ids) for pair in pairs)
     return row
 
@@ -189,20 +189,16 @@ def file_bytes(file: Path) -> int:
 
 def table(figures: Figures) -> str:
     """A row for each engine, format and number of threads, in Markdown."""
-    columns = ["threads", "weights", "engine", "ms a token (quartiles)", "tokens/s", "floor, ms"]
-    columns += ["share of the bandwidth", "texts equal", "tokens before another one"]
     rows = sorted(figures["rows"], key=lambda row: (row["threads"], list(FORMATS).index(row["weights"])))
-    return markdown_table(["model", *columns], [[figures["model"], *_cells(row)] for row in rows])
-
-
-def _cells(row: Figures) -> list[object]:
-    cells: list[object] = [row["threads"], row["weights"], row["engine"]]
-    if row["reason"]:
-        return [*cells, row["reason"], None, row["floor_ms"], None, None, None]
-    cells += [spread(row["times_ms"]), f"{1000 / row['ms']:.0f}", row["floor_ms"], row["share_of_bandwidth"]]
-    if "texts" not in row:
-        return [*cells, None, None]
-    return [*cells, f"{row['equal_texts']} of {row['texts']}", row["equal_start"]]
+    lacking = {"share_of_bandwidth": None, "equal_texts": None, "equal_start": None}
+    rows = [{**lacking, "times_ms": row["reason"], "model": figures["model"], **row} for row in rows]
+    heads = {"model": "model", "threads": "threads", "weights": "weights", "engine": "engine"}
+    heads |= {
+        "times_ms": "ms a token (quartiles)",
+        "floor_ms": "floor, ms",
+        "share_of_bandwidth": "share of the bandwidth",
+    }
+    return table_of(rows, **heads, equal_texts="texts equal", equal_start="tokens before another one")
 
 
 def parser(doc: str | None = __doc__) -> argparse.ArgumentParser:

@@ -52,6 +52,16 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{found.median:.{digits}g} ({found.low:.{digits}g} to {found.high:.{digits}g})"
 
 
+def table_of(rows: Sequence[Mapping[str, Any]], **heads: str) -> str:
+    """A table of rows under heads by their keys; a list of numbers is shown as median and quartiles."""
+    cells = [[_shown(row[name]) for name in heads] for row in rows]
+    return markdown_table(list(heads.values()), cells)
+
+
+def _shown(value: object) -> object:
+    return (spread(value) if value else None) if isinstance(value, list) else value
+
+
 def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:
     """Mean milliseconds of each part; means, so that they still sum to the whole."""
     names = [field.name for field in fields(LatencyBreakdown)]

@@ -236,6 +236,6 @@ def test_what_a_format_costs_in_quality(model_folder, tmp_path, monkeypatch):
     losses = [model(row[None], labels=row[None]).loss.item() for row in (rows[len(rows) * n // 3] for n in range(3))]
     assert first[0] == pytest.approx(losses, rel=1e-4)
     stored, packed = (decode._beside({"weights": "x"}, found, first) for found in (first, int8))
-    assert (stored["more_loss"], stored["equal_tokens"], stored["equal_texts"]) == (0, 1, 2)
+    assert (stored["more_loss"], stored["equal_tokens"], stored["equal_texts"]) == (0, 1, 1)
     assert packed["more_loss"] != 0
     assert 0 <= packed["equal_tokens"] <= 1
