@@ -19,7 +19,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,25 +36,15 @@ from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune.compare import Comparison, Text, Way, compare
 from ppd_runtime.tune.prompt_files import read_prompts
 
-
-@dataclass(frozen=True)
-class Format:
-    """How weights are held."""
-
-    bits: float
-    """Of a layer's weight, with its share of a scale."""
-    head_bits: float
-    numbers: str
-    """Formats of one name hold the same numbers."""
-
-
-FORMATS: Mapping[str, Format] = {
-    "float32": Format(32, 32, "stored"),
-    "bfloat16": Format(16, 16, "stored"),
-    "int8": Format(8.5, 8.5, "int8"),
-    "int4": Format(4.5, 8.5, "int4"),
-    FILE: Format(0, 0, FILE),
+FORMATS: Mapping[str, tuple[float, float, str]] = {
+    "float32": (32, 32, "stored"),
+    "bfloat16": (16, 16, "stored"),
+    "int8": (8.5, 8.5, "int8"),
+    "int4": (4.5, 8.5, "int4"),
+    FILE: (0, 0, FILE),
 }
+"""By name: bits of a layer's weight and of the head's, with their shares of a scale; and the numbers, by a name that
+formats of the same numbers share."""
 _OF_ENGINE: Mapping[str, Sequence[str]] = {
     EAGER: ("float32", "int8", "int4"),
     COMPILED: ("bfloat16", "int8", "int4"),
@@ -118,17 +107,17 @@ def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines:
         for task in tasks:  # one after the other: one compiles or writes what the next one finds
             process = stack.enter_context(contextlib.closing(EngineProcess(task)))
             of_file = file_bytes(model) if model.is_file() else None
-            sizes[task] = (of_file or stored_bytes(info, FORMATS[task.weights]), task.threads)
+            sizes[task] = (of_file or stored_bytes(info, *FORMATS[task.weights][:2]), task.threads)
             ways[task] = Way(_name(task), partial(_ask, process))
         floors = {size: Way(str(size), partial(_read, Reading(*size))) for size in sizes.values()}
         params = SamplingParams(options.tokens)
         found = compare([*ways.values(), *floors.values()], prompts, params, rounds=options.rounds)
     expected = {
-        FORMATS[task.weights].numbers: _name(task)
+        FORMATS[task.weights][2]: _name(task)
         for task in reversed(tasks)
         if task.engine == EAGER and _name(task) not in found.failures
     }
-    rows = [_row(task, found, str(sizes[task]), expected.get(FORMATS[task.weights].numbers)) for task in tasks]
+    rows = [_row(task, found, str(sizes[task]), expected.get(FORMATS[task.weights][2])) for task in tasks]
     shape = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
     return {**shape, "prompts": len(prompts), "rows": rows}
 
@@ -170,10 +159,10 @@ def _row(task: Task, found: Comparison, floor: str, expected: str | None) -> Fig
     return row
 
 
-def stored_bytes(info: ModelInfo, form: Format) -> int:
+def stored_bytes(info: ModelInfo, layer_bits: float, head_bits: float) -> int:
     """Of the weights that a token's pass reads: the linear layers' and the head's."""
     linears = quantised_linears(skeleton_of(model_config(info.folder), info.num_layers))
-    bits = (linear.weight.numel() * (form.head_bits if name == HEAD else form.bits) for name, linear in linears.items())
+    bits = (linear.weight.numel() * (head_bits if name == HEAD else layer_bits) for name, linear in linears.items())
     return int(sum(bits)) // 8
 
 

@@ -1,19 +1,18 @@
-"""What the device is and what its parts cost: versions and ceilings, kernels, the sampler."""
+"""What the device is and what its parts cost: versions and ceilings, kernels, messages."""
 
 import importlib.util
-import statistics
+import os
 from collections.abc import Callable
 
 import torch
 import transformers
 from torch.nn.functional import linear
 
+from benchmarks import hop
 from benchmarks.gpu.scene import Row, Rows, Scene
 from benchmarks.models import shape_config
 from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
 
 _OPTIONAL = ("ray", "zmq", "triton", "msgpack", "safetensors")
 
@@ -74,14 +73,15 @@ def run_one(stage: LayerRange, position: int) -> None:
     stage.truncate(position)
 
 
-def sampler(scene: Scene) -> Rows:
-    """The same logits again and again: the same token each time, and what a choice takes."""
-    size = scene.choose(128256, 1000)
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(scene.device)
-    logits[: size // 2] = logits[0]  # as many ties as there can be at top-p's border
-    ways = {"T = 0": {}, "T = 1": {"temperature": 1.0}, "top_p = 0.9": {"temperature": 1.0, "top_p": 0.9}}
-    for way, settings in ways.items():
-        choose, rounds = Sampler(SamplingParams(seed=1, **settings)), scene.choose(200, 5)  # type: ignore[arg-type]
-        tokens: list[int] = []
-        times = scene.milliseconds(lambda: tokens.append(choose.choose(logits, [1, 2, 3])), rounds)  # noqa: B023
-        yield {"sampled with": way, "times": rounds, "equal": len(set(tokens)) == 1, "ms": statistics.median(times)}
+def hops(scene: Scene) -> Rows:
+    """A tensor's way from the device of one process to that of another, by transport and size."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # two processes of one GPU, where NCCL is new enough for that
+    there = importlib.util.find_spec("zmq") is not None and not scene.pretend
+    for transport in ("unix", "zeromq", "collective") if there else ("unix",):
+        for size in scene.choose((8192, 65536, 524288), (8192,)):
+            series = hop.Series(transport, size, 1, scene.choose(200, 5), str(scene.device))
+            try:
+                (row,) = hop.measure_all([series])
+                yield {name: row[name] for name in ("transport", "num_bytes", "median_us", "p99_us", "sender_us")}
+            except (RuntimeError, ValueError, TimeoutError) as error:
+                yield {"transport": transport, "num_bytes": size, "error": str(error)[:300]}
