@@ -109,7 +109,7 @@ def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines:
             of_file = file_bytes(model) if model.is_file() else None
             sizes[task] = (of_file or stored_bytes(info, *FORMATS[task.weights][:2]), task.threads)
             ways[task] = Way(_name(task), partial(_ask, process))
-        floors = {size: Way(str(size), partial(_read, Reading(*size))) for size in sizes.values()}
+        floors = {size: Way(str(size), partial(_read, size)) for size in sizes.values()}
         params = SamplingParams(options.tokens)
         found = compare([*ways.values(), *floors.values()], prompts, params, rounds=options.rounds)
     expected = {
@@ -132,9 +132,9 @@ def _ask(process: EngineProcess, prompt: Sequence[int], params: SamplingParams) 
     return Text(tuple(tokens), step_s * len(tokens), step_s)
 
 
-def _read(memory: Reading, prompt: Sequence[int], params: SamplingParams) -> Text:
-    """The floor as a text of so many tokens that cost a reading each."""
-    step_s = memory.seconds(params.max_new_tokens)
+def _read(size: tuple[int, int], prompt: Sequence[int], params: SamplingParams) -> Text:
+    """The floor as a text of so many tokens that cost a reading each; the memory is there meanwhile alone."""
+    step_s = Reading(*size).seconds(params.max_new_tokens)
     return Text((0,) * params.max_new_tokens, step_s * params.max_new_tokens, step_s)
 
 
