@@ -49,11 +49,11 @@ from ppd_runtime.tune.compare import Comparison, Pair
 from ppd_runtime.tune.figures import figures, saving_share
 from ppd_runtime.tune.prompt_files import read_prompts
 from ppd_runtime.tune.rows import BASELINE
+from ppd_runtime.tune.subject import message_ids
 from ppd_runtime.tune.ways import Generator, beside_ordinary
 
 REPEATING, HELD_OUT = "repeating", "held-out"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
-_MOST_PROMPT = 256  # tokens of a text without a template
 _CHARACTERS = 600  # of a held-out passage
 
 
@@ -94,10 +94,7 @@ def _prompts(ordinary: OrdinaryDecoding, options: argparse.Namespace) -> list[li
     else:
         source = str(_REPEATING_FILE) if options.prompts == REPEATING else options.prompts
         texts = [prompt.text for prompt in read_prompts(source, options.limit)]
-    if not ordinary.tokenizer.chat_template:
-        return [ordinary.prompt_ids(text)[:_MOST_PROMPT] for text in texts]
-    chats = ([{"role": "user", "content": text}] for text in texts)
-    return [ordinary.prompt_ids(ordinary.chat_prompt(chat), add_special_tokens=False) for chat in chats]
+    return message_ids(ordinary, texts, options.tokens)
 
 
 def held_out(count: int) -> list[str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
-from benchmarks.floor import Reading
+from benchmarks.floor import reading_s
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
@@ -134,7 +134,7 @@ def _ask(process: EngineProcess, prompt: Sequence[int], params: SamplingParams) 
 
 def _read(size: tuple[int, int], prompt: Sequence[int], params: SamplingParams) -> Text:
     """The floor as a text of so many tokens that cost a reading each; the memory is there meanwhile alone."""
-    step_s = Reading(*size).seconds(params.max_new_tokens)
+    step_s = reading_s(*size, params.max_new_tokens)
     return Text((0,) * params.max_new_tokens, step_s * params.max_new_tokens, step_s)
 
 

@@ -25,17 +25,13 @@ def versions(scene: Scene) -> Rows:
         of_gpu = torch.cuda.get_device_properties(scene.device)
         nccl = torch.cuda.nccl.version() if hasattr(torch.cuda, "nccl") else None
         about |= {"gpu": of_gpu.name, "GB": of_gpu.total_memory / 1e9, "cuda": torch.version.cuda, "nccl": str(nccl)}
-    about["compiling"] = _complaint()
-    yield about
-    yield from bandwidths(scene)
-
-
-def _complaint() -> str:
     try:
         check_toolkit()
+        about["compiling"] = "can be done"
     except ValueError as error:
-        return str(error)
-    return "can be done"
+        about["compiling"] = str(error)
+    yield about
+    yield from bandwidths(scene)
 
 
 def bandwidths(scene: Scene) -> Rows:

@@ -67,7 +67,7 @@ def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Seq
         raise ValueError(
             f"--stages {asked} with --first-boundary {shares}: give shares for each, with ';' between; or {way_out}"
         )
-    settings = []
+    settings: list[StagedSetting] = []
     for number, own in zip(stages, lists, strict=True):
         cuts = even_cuts(num_layers, number)
         check_shares(own, number)

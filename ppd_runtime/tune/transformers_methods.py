@@ -6,7 +6,7 @@ which sees what is verified and when.
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ def _prompt_lookup(info: ModelInfo, prompt_lookup_num_tokens: int = 10, max_matc
     return {"prompt_lookup_num_tokens": prompt_lookup_num_tokens, "max_matching_ngram_size": max_matching_ngram_size}
 
 
-TRANSFORMERS_METHODS = {"assistant_early_exit": _early_exit, "prompt_lookup": _prompt_lookup}
+TRANSFORMERS_METHODS: Mapping[str, Callable[..., Arguments]] = {
+    "assistant_early_exit": _early_exit,
+    "prompt_lookup": _prompt_lookup,
+}
 
 
 def generate_arguments(method: str, settings: Mapping[str, Any], info: ModelInfo) -> Arguments:

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from transformers import PreTrainedModel
+
 from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores
 from ppd_runtime.methods.base import TextGenerator
@@ -98,7 +100,9 @@ def opened_rows(ordinary: OrdinaryDecoding, rows: Sequence[MethodRow]) -> Iterat
     Those that draft in this process share one model's weights. What runs in this process stays on the cores of the
     first row's main process that has one.
     """
-    library, opened, drafting = None, list[TextGenerator | TransformersMethod](), None
+    opened = list[TextGenerator | TransformersMethod]()
+    library: PreTrainedModel | None = None
+    drafting: LayerRange | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(ordinary)
         for row in rows:
