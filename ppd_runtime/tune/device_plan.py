@@ -114,10 +114,9 @@ def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tup
 
 def _verdict(predicted: Sequence[Predicted], devices: int, parts: Parts) -> Verdict:
     own = [row for row in predicted if row.options]
-    candidates = [
-        Candidate(row.name, row.ms_per_token, row.speedup, row.allowed_speedup, command=f"ppd generate {row.options}")
-        for row in own
-    ]
+    commands = [f"ppd generate {row.options}" for row in own]
+    figures = [(row.name, row.ms_per_token, row.speedup, row.allowed_speedup) for row in own]
+    candidates = [Candidate(*some, command=run) for some, run in zip(figures, commands, strict=True)]
     nothing = f"no setting with a match rate or first boundaries fits {devices} devices"
     found = verdict(candidates, nothing, f"a hop of {parts.hop_ms:g} ms with heads and rows")
     best = max((row.speedup for row in own), default=0.0)

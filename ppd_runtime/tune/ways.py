@@ -38,8 +38,9 @@ def own_way(name: str, generator: TextGenerator, cores: tuple[int, ...] = ()) ->
     def decode(prompt_ids: Sequence[int], params: SamplingParams) -> Text:
         result = generator.generate(prompt_ids, params)
         stats = result.stats
-        times = (stats.latency_s, stats.time_to_first_token_s)
-        return Text(result.token_ids, *times, drafting=_drafting(generator, stats), stats=stats)
+        return Text(
+            result.token_ids, stats.latency_s, stats.time_to_first_token_s, 1, _drafting(generator, stats), stats
+        )
 
     if isinstance(generator, OneProcessDecoding):
         return Way(name, decode, cores, generator.config.threads_per_worker)
