@@ -119,9 +119,7 @@ def compare(
     probed: Sequence[int] = (),
     on_prompt: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
-    """Decode each prompt with every way before the next prompt comes, each time beginning with another way.
-
-    All ways decode the first prompt once before that.
+    """Warm all ways up; then decode each prompt with all before the next one comes, each time beginning with another.
 
     Args:
         ways: a name for each.
