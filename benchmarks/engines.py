@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,7 +165,7 @@ class EngineProcess:
     """An engine in a process of its own, on cores of its own, until it is closed."""
 
     def __init__(self, task: Task) -> None:
-        self._reason = ""
+        self._reason, self._processes = "", list[Any]()
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         if missing := next((name for name in ENGINES[task.engine][1] if find_spec(name) is None), None):
             self._reason = f'{missing} is not installed: run pip install ".[peers]" in the project\'s folder'
@@ -180,18 +181,21 @@ class EngineProcess:
 
     def _ask(self, deadline_s: float, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return self._pool.submit(call, *arguments).result(deadline_s)
+            answer = self._pool.submit(call, *arguments)
+            self._processes = self._processes or list(self._pool._processes.values())
+            return answer.result(deadline_s)
         except Exception as error:  # the engines raise all kinds, and may end their process
-            late = f"no answer within {deadline_s:.0f} s" if isinstance(error, TimeoutError) else ""
-            self._reason = late or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._reason = f"no answer within {deadline_s:.0f} s" if isinstance(error, TimeoutError) else said
             self.close()
+            if isinstance(error, BrokenProcessPool):
+                self._reason = f"ended with code {self._processes[0].exitcode}, a signal where it is negative"
             raise CannotDecodeError(self._reason) from error
 
     def close(self) -> None:
         """End it, whatever it does."""
-        processes = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        for process in self._processes:
             process.join(_END_S)
             process.kill()
 
