@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -132,5 +132,5 @@ def _open(row: MethodRow, ordinary: OrdinaryDecoding, drafting: LayerRange | Non
     config = ordinary.config
     shared = {name: getattr(config, name) for name in SHARED_SETTINGS}
     shared |= {"dtype": ordinary.dtype, "threads": config.threads_per_worker}
-    own = {"stage": drafting} if row.method in SELF_SPECULATIVE else {}
+    own: dict[str, Any] = {"stage": drafting} if row.method in SELF_SPECULATIVE else {}
     return open_method(method=row.method, **full_settings(row), **shared, **own)
