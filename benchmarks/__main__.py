@@ -8,7 +8,6 @@ repository's history. Where one fails, the others go on, the report is MACHINE-f
 import argparse
 import datetime
 import importlib
-import itertools
 import json
 import shlex
 import subprocess
@@ -53,37 +52,18 @@ def report(plan: Sequence[tuple[str, str]]) -> tuple[str, int]:
     """Run the commands of a plan; the report in Markdown, and how many of them failed."""
     where, began, failures = environment(), time.monotonic(), 0
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
-    lines = [f"# {where['machine']}", ""]
-    lines += [f"{datetime.date.today()}, commit {where['commit'] or 'unknown'}, by `make bench`. {versions}.", ""]
-    lines += [_CONDITIONS, ""]
-    headings = itertools.accumulate((heading for heading, _ in plan), lambda before, heading: heading or before)
-    for heading, group in itertools.groupby(zip(headings, plan, strict=True), lambda pair: pair[0]):
-        asked, outcomes = [], []
-        for number, (_, (_, command)) in enumerate(group, start=1):
-            its_begin = time.monotonic()
-            sys.stderr.write(f"{its_begin - began:4.0f} s  {command}\n")
-            outcome, failed = _outcome(command)
-            failures += failed
-            asked.append(f"python -m benchmarks.{command}  # command {number}, {time.monotonic() - its_begin:.0f} s")
-            outcomes.append(outcome)
-        lines += [f"## {heading}", "", "```", *asked, "```", "", merged(outcomes), ""]
-    lines += [f"All of it took {(time.monotonic() - began) / 60:.1f} minutes; {failures} of {len(plan)} failed.", ""]
-    return "\n".join(lines), failures
-
-
-def merged(outcomes: Sequence[str]) -> str:
-    """Join the tables of a section's commands: rows under the same heads are one table, with their command's number."""
-    if len(outcomes) == 1:
-        return outcomes[0]
-    blocks: dict[str, list[str]] = {}
-    for number, outcome in enumerate(outcomes, start=1):
-        for head, *rest in (block.splitlines() for block in outcome.split("\n\n")):
-            if rest and head.startswith("|"):
-                rows = blocks.setdefault(f"| command {head}\n| --- {rest[0]}", [])
-                rows += [f"| {number} {row}" for row in rest[1:]]
-            else:
-                blocks[f"Command {number} {head}"] = rest
-    return "\n\n".join("\n".join([head, *rows]) for head, rows in blocks.items())
+    made = f"{datetime.date.today()}, commit {where['commit'] or 'unknown'}, by `make bench`. {versions}."
+    parts = [f"# {where['machine']}", made, _CONDITIONS]
+    for heading, command in plan:
+        its_begin = time.monotonic()
+        sys.stderr.write(f"{its_begin - began:4.0f} s  {command}\n")
+        outcome, failed = _outcome(command)
+        failures += failed
+        parts += [f"## {heading}"] * bool(heading)
+        parts += [f"```\npython -m benchmarks.{command}  # {time.monotonic() - its_begin:.0f} s\n```", outcome]
+    took = (time.monotonic() - began) / 60
+    parts.append(f"All of it took {took:.1f} minutes; {failures} of {len(plan)} failed.")
+    return "\n\n".join(parts) + "\n", failures
 
 
 def _outcome(command: str) -> tuple[str, bool]:

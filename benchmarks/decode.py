@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks import peers
 from benchmarks.engines import COMPILED, EAGER
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, positive, run
+from benchmarks.recording import Figures, positive, run, table_of
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
 from ppd_runtime.models.checkpoint.description import describe
@@ -82,22 +82,15 @@ def _beside(way: dict[str, Any], found: Any, first: Any) -> Figures:
         "more_loss": statistics.fmean(more),
         "standard_error": statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0,
         "equal_tokens": statistics.fmean(same),
-        "equal_texts": sum(text == its for text, its in zip(texts, first[1], strict=True)),
-        "texts": len(texts),
+        "equal_texts": statistics.fmean(text == its for text, its in zip(texts, first[1], strict=True)),
     }
 
 
 def table(figures: Figures) -> str:
     """The times, then the quality."""
-    rows = [
-        [
-            *(row["weights"], f"{row['loss']:.4f}", f"{row['more_loss']:+.5f} ± {row['standard_error']:.5f}"),
-            *(f"{row['equal_tokens']:.2%}", f"{row['equal_texts']} of {row['texts']}"),
-        ]
-        for row in figures["quality"]
-    ]
-    quality = markdown(["weights", "loss, nats a token", "more", "greedy tokens equal", "texts equal"], rows)
-    return "\n\n".join([peers.table(figures), *[quality] * bool(rows)])
+    heads = {"weights": "weights", "loss": "loss, nats a token", "more_loss": "more", "standard_error": "±"}
+    quality = table_of(figures["quality"], **heads, equal_tokens="greedy tokens equal", equal_texts="texts equal")
+    return "\n\n".join([peers.table(figures), *[quality] * bool(figures["quality"])])
 
 
 def parser() -> argparse.ArgumentParser:

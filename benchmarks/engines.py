@@ -1,21 +1,20 @@
-"""What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each.
+"""What decodes greedily on CPUs, ours and others', each behind the same call; a process of its own for each."""
 
-`python -m benchmarks.engines` opens the engine that its first line of input names, and answers each further line, a
-prompt and a number of tokens, with the tokens and the time of one of them after the first. All lines are JSON.
-"""
-
-import json
+import contextlib
+import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from benchmarks.peer_files import ctranslate2_folder, gguf_file
+from benchmarks.peer_files import gguf_file
+from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.tune.compare import CannotDecodeError
 
 Answer = tuple[list[int], float]
 """New tokens, and the seconds of one of them after the first."""
@@ -143,72 +142,17 @@ class LlamaCpp:
         return tokens[len(prompt) :], _time_per_token(times, num_tokens)
 
 
-class OpenVino:
-    """OpenVINO GenAI on the same GGUF files, with the settings that it has by default."""
-
-    def __init__(self, task: Task) -> None:
-        import openvino_genai
-
-        self._lib = openvino_genai
-        self._pipeline = openvino_genai.LLMPipeline(task.gguf, "CPU", INFERENCE_NUM_THREADS=task.threads)
-
-    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
-        import openvino
-
-        times: list[float] = []
-
-        class Times(self._lib.StreamerBase):
-            def write(self, token: Any) -> Any:
-                times.append(time.perf_counter())
-                return running
-
-            def end(self) -> None:
-                pass
-
-        running = self._lib.StreamingStatus.RUNNING
-        settings = self._lib.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, ignore_eos=True)
-        result = self._pipeline.generate(openvino.Tensor(np.array([prompt])), settings, Times())
-        return list(result.tokens[0]), _time_per_token(times, num_tokens)
-
-
-class CTranslate2:
-    """CTranslate2."""
-
-    def __init__(self, task: Task) -> None:
-        import ctranslate2
-
-        weights = task.weights.removesuffix(BY_ROWS)
-        path = ctranslate2_folder(Path(task.model), weights, Path(task.folder))
-        self._vocabulary = json.loads((path / "vocabulary.json").read_text(encoding="utf-8"))
-        self._generator = ctranslate2.Generator(str(path), intra_threads=task.threads, compute_type=weights)
-
-    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
-        times: list[float] = []
-        (result,) = self._generator.generate_batch(
-            [[self._vocabulary[token] for token in prompt]],
-            max_length=num_tokens,
-            include_prompt_in_result=False,
-            end_token=[],
-            callback=lambda step: bool(times.append(time.perf_counter())),
-        )
-        return result.sequences_ids[0], _time_per_token(times, num_tokens)
-
-
+_START_S, _ANSWER_S, _END_S = 900.0, 600.0, 10.0
+_ENGINE: Engine | None = None
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
 FILE = "the file's"
 """The formats that a GGUF file's matrices have."""
-BY_ROWS = " by rows"
-"""Behind the name of a format: with a scale for each row."""
 ENGINES: Mapping[str, tuple[Callable[[Task], Engine], tuple[str, ...]]] = {
     EAGER: (Ours, ()),
     COMPILED: (Ours, ()),
     STAGES: (Ours, ()),
     "transformers": (Transformers, ()),
     "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf")),
-    "OpenVINO": (OpenVino, ("openvino_genai", "gguf")),
-    "CTranslate2": (CTranslate2, ("ctranslate2",)),
 }
 """How each is opened, and the modules that it needs from the extra `peers`."""
 
@@ -217,16 +161,53 @@ def _time_per_token(times: list[float], num_tokens: int) -> float:
     return (times[-1] - times[0]) / (num_tokens - 1)
 
 
-def main() -> None:
-    """Open an engine and answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is no answer
-    task = Task(**json.loads(sys.stdin.readline()))
-    engine = ENGINES[task.engine][0](task)
-    print(json.dumps("ready"), file=answers)
-    for line in sys.stdin:
-        print(json.dumps(engine.generate(**json.loads(line))), file=answers)
+class EngineProcess:
+    """An engine in a process of its own, on cores of its own, until it is closed."""
+
+    def __init__(self, task: Task) -> None:
+        self._reason, self._processes = "", list[Any]()
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        if missing := next((name for name in ENGINES[task.engine][1] if find_spec(name) is None), None):
+            self._reason = f'{missing} is not installed: run pip install ".[peers]" in the project\'s folder'
+            return
+        with on_cores(sorted(os.sched_getaffinity(0))[-task.threads :]), contextlib.suppress(CannotDecodeError):
+            self._ask(_START_S, _open, task)
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """What the engine answers; raises `CannotDecodeError` where it has ended, or there is none."""
+        if self._reason:
+            raise CannotDecodeError(self._reason)
+        return self._ask(_ANSWER_S, _answer, prompt, num_tokens)
+
+    def _ask(self, deadline_s: float, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            answer = self._pool.submit(call, *arguments)
+            self._processes = self._processes or list(self._pool._processes.values())
+            return answer.result(deadline_s)
+        except Exception as error:  # the engines raise all kinds, and may end their process
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._reason = f"no answer within {deadline_s:.0f} s" if isinstance(error, TimeoutError) else said
+            self.close()
+            if isinstance(error, BrokenProcessPool):
+                self._reason = f"ended with code {self._processes[0].exitcode}, a signal where it is negative"
+            raise CannotDecodeError(self._reason) from error
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.join(_END_S)
+            process.kill()
 
 
-if __name__ == "__main__":
-    main()
+def _open(task: Task) -> None:
+    """Open the engine of this process."""
+    global _ENGINE  # noqa: PLW0603 (one for each process)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # what an engine prints is no figure
+    _ENGINE = ENGINES[task.engine][0](task)
+
+
+def _answer(prompt: list[int], num_tokens: int) -> Answer:
+    assert _ENGINE
+    return _ENGINE.generate(prompt, num_tokens)

@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.layouts import settings_of
 from benchmarks.models import model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
+from benchmarks.recording import Figures, new_parser, positive, run, table_of
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 
 _LEAVE_S = 10.0  # for what has been told to end
@@ -115,7 +115,6 @@ def _row(layout: str, model: str, ordinary: OrdinaryDecoding, options: argparse.
         "restarts": restarts,
         "pauses_s": pauses,
         "to_hits_s": to_hits,
-        "slowest_s": max(times[-1][0] - times[0][0] for times in texts),
         "left": left_behind(list(family)),
     }
 
@@ -160,23 +159,15 @@ def left_behind(family: Sequence[psutil.Process]) -> int:
 
 def table(figures: Figures) -> str:
     """A row a layout."""
-    columns = ["layout", "requests", "texts equal", "killed", "stopped", "restarts", "pause at a fault, s (quartiles)"]
-    columns += ["longest", "to the next hit, s", "slowest request, s", "processes left"]
-    counts = ("layout", "requests", "equal", "killed", "stopped", "restarts")
-    rows = [
-        [
-            *map(row.get, counts),
-            *_spread(row["pauses_s"]),
-            *_spread(row["to_hits_s"])[:1],
-            *map(row.get, ("slowest_s", "left")),
-        ]
-        for row in figures["rows"]
-    ]
-    return markdown(columns, rows)
-
-
-def _spread(values: Sequence[float]) -> tuple[str | None, float | None]:
-    return (spread(values), max(values)) if values else (None, None)
+    counts = {
+        "layout": "layout",
+        "requests": "requests",
+        "equal": "texts equal",
+        "killed": "killed",
+        "stopped": "stopped",
+    }
+    times = {"pauses_s": "pause at a fault, s (quartiles)", "to_hits_s": "to the next hit, s"}
+    return table_of(figures["rows"], **counts, restarts="restarts", **times, left="processes left")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, whole_numbers
+from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.layouts import DECIDER
@@ -53,34 +53,31 @@ def measure(options: argparse.Namespace) -> Figures:
     if unknown := set(options.transports) - set(_TRANSPORTS):
         raise ValueError(f"--transports {min(unknown)}: choose among {', '.join(_TRANSPORTS)}")
     kinds = itertools.product(options.transports, options.sizes, options.pauses_ms)
-    with _another_process() as pool:
-        return {"rows": [_row(Series(*kind, options.count), pool) for kind in kinds]}
+    return {"rows": measure_all([Series(*kind, options.count) for kind in kinds])}
 
 
-def measure_series(series: Series, start_method: str = "spawn") -> Figures:
-    """The row of one series; the other process starts by one of multiprocessing's methods."""
-    with _another_process(start_method) as pool:
-        return _row(series, pool)
-
-
-def _another_process(start_method: str = "spawn") -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context(start_method))
+def measure_all(several: Sequence[Series]) -> list[Figures]:
+    """A row for each series, to one other process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return [_row(series, pool) for series in several]
 
 
 def table(figures: Figures) -> str:
     """The rows in Markdown."""
-    columns = ["transport", "bytes", "pause, ms", "one way, µs: median", "p99", "sender's own time, µs", "messages"]
-    names = ("transport", "num_bytes", "pause_ms", "median_us", "p99_us", "sender_us", "count")
-    rows = [[f"{v:.1f}" if isinstance(v := row[name], float) else v for name in names] for row in figures["rows"]]
-    return markdown(columns, rows)
+    kinds = {"transport": "transport", "num_bytes": "bytes", "pause_ms": "pause, ms"}
+    times = {"median_us": "one way, µs: median", "p99_us": "p99", "sender_us": "sender's own time, µs"}
+    return table_of(figures["rows"], **kinds, **times, count="messages")
 
 
 def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
     here, there = assign_cores(2, 1, device=series.device)
-    with _temporary_socket_folder() as folder:
-        arriving = pool.submit(arrivals, series, folder, there)
-        began, ended = departures(series, folder, here)
+    folder = SocketFolder()
+    try:
+        arriving = pool.submit(arrivals, series, folder.path, there)
+        began, ended = departures(series, folder.path, here)
         arrived = arriving.result()
+    finally:
+        folder.remove()
     latencies = [1e6 * (a - b) for a, b in zip(arrived, began, strict=True)][_WARM_UP:]
     own = [1e6 * (e - b) for e, b in zip(ended, began, strict=True)][_WARM_UP:]
     return asdict(series) | {
@@ -166,15 +163,6 @@ def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int])
             time.sleep(0.001)
         endpoint.introduce(peer, there.read_text())
         yield endpoint
-
-
-@contextlib.contextmanager
-def _temporary_socket_folder() -> Iterator[str]:
-    folder = SocketFolder()
-    try:
-        yield folder.path
-    finally:
-        folder.remove()
 
 
 def parser() -> argparse.ArgumentParser:

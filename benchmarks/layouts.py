@@ -32,32 +32,30 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import (
     Figures,
     ledger_table,
-    markdown,
     mean_ledger_ms,
     new_parser,
     positive,
     run,
     share,
-    spread,
+    table_of,
 )
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, expected_first_boundary
-from ppd_runtime.cost_model.theory import latency_ratio, realised_saving
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
+from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS
 from ppd_runtime.launch import guessing_times
-from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.results import GenerationResult, Stats
+from ppd_runtime.results import Stats
 from ppd_runtime.training.corpus import read_standard_library
+from ppd_runtime.tune.compare import Comparison, Pair
+from ppd_runtime.tune.figures import figures, saving_share
 from ppd_runtime.tune.prompt_files import read_prompts
+from ppd_runtime.tune.rows import BASELINE
+from ppd_runtime.tune.subject import message_ids
+from ppd_runtime.tune.ways import Generator, beside_ordinary
 
 REPEATING, HELD_OUT = "repeating", "held-out"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
-_MOST_PROMPT = 256  # tokens of a text without a template
 _CHARACTERS = 600  # of a held-out passage
-Way = OrdinaryDecoding | PPDRuntime
-Pair = tuple[GenerationResult, GenerationResult]
-"""Ordinary decoding's and a layout's result for one prompt."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -97,10 +95,7 @@ def _prompts(ordinary: OrdinaryDecoding, options: argparse.Namespace) -> list[li
     else:
         source = str(_REPEATING_FILE) if options.prompts == REPEATING else options.prompts
         texts = [prompt.text for prompt in read_prompts(source, options.limit)]
-    if not ordinary.tokenizer.chat_template:
-        return [ordinary.prompt_ids(text)[:_MOST_PROMPT] for text in texts]
-    chats = ([{"role": "user", "content": text}] for text in texts)
-    return [ordinary.prompt_ids(ordinary.chat_prompt(chat), add_special_tokens=False) for chat in chats]
+    return message_ids(ordinary, texts, options.tokens)
 
 
 def held_out(count: int) -> list[str]:
@@ -123,25 +118,18 @@ def _row(
     prompts: Sequence[list[int]],
     options: argparse.Namespace,
 ) -> Figures:
-    ask = {"max_new_tokens": options.tokens, "ignore_eos": True, "temperature": options.temperature, "seed": 1}
+    params = SamplingParams(options.tokens, temperature=options.temperature, seed=1, ignore_eos=True)
     settings = settings_of(layout) | place
     if options.match_rate is not None:
-        texts = tuple((*ids, *ordinary.generate(ids, **ask).token_ids) for ids in prompts)
+        texts = tuple((*ids, *ordinary.generate(ids, params).token_ids) for ids in prompts)
         settings["exit_head"] = OracleHead(texts, options.match_rate, ordinary.info.vocab_size)
-    pairs: list[Pair] = []
     with _opened(model, settings, ordinary, options.hop_ms) as way:
-        cores = way.main_cores if isinstance(way, PPDRuntime) else ()
-        for number in range(1 + options.rounds):
-            for turn, ids in enumerate(prompts[:1] if number == 0 else prompts, number):  # the first has its own time
-                early = way.generate(ids, **ask) if turn % 2 == 0 and number else None
-                with on_cores(cores):
-                    expected = ordinary.generate(ids, **ask)
-                pairs.append((expected, early or way.generate(ids, **ask)))
-        return {"layout": layout, **_figures(way, pairs, len(prompts), options.tokens)}
+        found = beside_ordinary(layout, way, ordinary, prompts, params, rounds=options.rounds)
+    return {"layout": layout, **_figures(layout, found, len(prompts))}
 
 
 @contextlib.contextmanager
-def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, hop_ms: float) -> Iterator[Way]:
+def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, hop_ms: float) -> Iterator[Generator]:
     """A layout that has been started, which knows no findings of earlier starts; compiled code and weights are kept."""
     if threads := settings.pop("threads", None):
         settings.pop("exit_head", None)
@@ -161,35 +149,39 @@ def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, ho
         guessing_times.noted = known
 
 
-def _figures(way: Way, pairs: Sequence[Pair], num_prompts: int, tokens: int) -> Figures:
-    stats = [[result.stats for result in results] for results in zip(*pairs, strict=True)]
-    first, *ratios = (got.time_per_token_s / expected.time_per_token_s for expected, got in zip(*stats, strict=True))
-    rate, predicted = _predicted(way, stats[1][1:], tokens)
-    ratio = statistics.median(ratios)
+def _figures(layout: str, found: Comparison, num_prompts: int) -> Figures:
+    pairs = found.pairs(layout, BASELINE)
+    by_prompt = [_ratios(found.pairs(layout, BASELINE, [place])) for place in range(num_prompts)]
+    summary, stats = (
+        figures(pairs),
+        [[text.stats for text in texts if text.stats] for texts in zip(*pairs, strict=True)],
+    )
+    speedup, allowed = summary.step_speedup, summary.allowed_speedup
     return {
-        "ms": [1e3 * statistics.median(one.time_per_token_s for one in of_way[1:]) for of_way in stats],
-        "ratios": ratios,
-        "slowest_prompt": max(statistics.median(ratios[number::num_prompts]) for number in range(num_prompts)),
-        "first_request": first,
-        "match_rate": rate,
-        "predicted": predicted,
-        "realised_saving": realised_saving(ratio, predicted) if predicted is not None and predicted < 1 else None,
-        "identical": all(expected.token_ids == got.token_ids for expected, got in pairs),
-        "ledgers_ms": [mean_ledger_ms([one.ledger_per_token for one in of_way[1:]]) for of_way in stats],
+        "ms": [summary.ordinary_ms_per_token, summary.ms_per_token],
+        "ratios": _ratios(pairs),
+        "slowest_prompt": max(map(statistics.median, by_prompt)),
+        "first_request": _ratios([Pair(found.first[BASELINE], found.first[layout])])[0],
+        "match_rate": _match_rate(stats[1]),
+        "predicted": 1 / allowed if allowed else None,
+        "realised_saving": saving_share(speedup.median, allowed) if speedup else None,
+        "identical": summary.equal_texts == 1,
+        "ledgers_ms": [mean_ledger_ms([one.ledger_per_token for one in of_way]) for of_way in stats],
     }
 
 
-def _predicted(way: Way, stats: Sequence[Stats], tokens: int) -> tuple[float | None, float | None]:
-    """The share of tokens that were guessed right, and the ratio that the theory predicts for it behind the first."""
+def _ratios(pairs: Sequence[Pair]) -> list[float]:
+    """Of the times of a token after the first; every text has two at least."""
+    return [(pair.text.step_s or 0.0) / (pair.ordinary.step_s or 1.0) for pair in pairs]
+
+
+def _match_rate(stats: Sequence[Stats]) -> float | None:
+    """The share of tokens that were guessed right."""
     first = [sum(counts) for counts in zip(*(one.first_boundary for one in stats), strict=True)]
     if told := sum(first):
-        return 1 - first[-1] / told, expected_first_boundary([count / told for count in first]) / len(first)
-    rates = [one.match_rate for one in stats if one.match_rate is not None]
-    if not rates or not isinstance(way, PPDRuntime) or way.config.stages:
-        return None, None
-    rate = statistics.mean(rates)
-    whole = latency_ratio(way.info.num_layers, way.exit_layer, rate, tokens)
-    return rate, (whole * tokens - 1) / (tokens - 1)
+        return 1 - first[-1] / told
+    rates = [one.match_rate for one in stats if one.asked and one.match_rate is not None]
+    return statistics.mean(rates) if rates else None
 
 
 def table(figures: Figures) -> str:
@@ -197,13 +189,14 @@ def table(figures: Figures) -> str:
     emulated = figures["emulate_layer_ms"]
     devices = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
     devices += f", {figures['hop_ms']:g} ms more a hop" if figures["hop_ms"] else ""
-    columns = [f"layout, {figures['model']}{devices}", "ordinary, ms a token", "layout, ms a token"]
-    columns += ["ratio (quartiles)", "slowest prompt", "first request", "match rate", "Theorem 4.1", "realised saving"]
-    after = ("slowest_prompt", "first_request", "match_rate", "predicted", "realised_saving", "identical")
-    rows = [[row["layout"], *row["ms"], spread(row["ratios"]), *map(row.get, after)] for row in figures["rows"]]
+    rows = [{**row, "ordinary": row["ms"][0], "own": row["ms"][1]} for row in figures["rows"]]
+    heads = {"layout": f"layout, {figures['model']}{devices}", "ordinary": "ordinary, ms a token"}
+    heads |= {"own": "layout, ms a token", "ratios": "ratio (quartiles)", "slowest_prompt": "slowest prompt"}
+    heads |= {"first_request": "first request", "match_rate": "match rate", "predicted": "Theorem 4.1"}
+    heads |= {"realised_saving": "realised saving", "identical": "tokens identical"}
     ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
     ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
-    return f"{markdown([*columns, 'tokens identical'], rows)}\n\n{ledger_table(ledgers, emulated is not None)}"
+    return f"{table_of(rows, **heads)}\n\n{ledger_table(ledgers, emulated is not None)}"
 
 
 def parser() -> argparse.ArgumentParser:

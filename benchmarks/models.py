@@ -55,9 +55,13 @@ def model_folder(name: str) -> Iterator[str]:
 
 
 def _random_folder(name: str, folder: Path) -> str:
+    """A model of random weights with the demo model's tokenizer."""
     config = random_config(name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    save_model(random_model(config, torch.bfloat16, device), folder)
+    transformers_logging.disable_progress_bar()
+    random_model(config, torch.bfloat16, device).save_pretrained(folder)
+    for file in describe(DEMO).folder.glob("tokenizer*"):
+        shutil.copy(file, folder)
     return str(folder)
 
 
@@ -105,11 +109,3 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
     torch.manual_seed(0)
     with device:
         return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-
-
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Such a model with the demo model's tokenizer."""
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    for file in describe(DEMO).folder.glob("tokenizer*"):
-        shutil.copy(file, folder)

@@ -1,4 +1,4 @@
-"""A Llama's weights as other engines read them: GGUF files for llama.cpp and OpenVINO, a folder for CTranslate2.
+"""A Llama's weights as llama.cpp reads them: GGUF files.
 
 Quantised files hold this project's own numbers and scales, so that all engines multiply by the same weights.
 """
@@ -19,10 +19,9 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.native.quantising import quantise
 
-_TYPES = {"bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+_TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _ORDINARY, _CONTROL, _UNUSED = 1, 3, 5
-"""Kinds of tokens; OpenVINO opens no file without one that controls."""
-_FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
+"""Kinds of tokens."""
 
 
 def gguf_file(model: Path, weights: str, folder: Path) -> Path:
@@ -73,7 +72,7 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
 
     unfinished = path.with_suffix(".unfinished")
     writer = gguf.GGUFWriter(unfinished, "llama")
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[weights]])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{_TYPES[weights]}"])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -92,7 +91,7 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     for full_name, tensor in tensors.items():
         name = str(names.get_name(full_name, try_suffixes=(".weight",)))
         part = name.split(".")[-2]
-        kind = {"token_embd": "float16" if weights == "float16" else "bfloat16"}.get(part, weights)
+        kind = {"token_embd": "bfloat16"}.get(part, weights)
         if part == "output" and weights == "int4":
             kind = "int8"
         numbers, of_type = _in_format(_interleaved(tensor, heads[part]) if part in heads else tensor, kind)
@@ -124,8 +123,6 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
         return tensor.float().numpy(), "F32"
     if weights == "bfloat16":
         return tensor.bfloat16().contiguous().view(torch.uint8).numpy(), "BF16"
-    if weights == "float16":
-        return tensor.half().contiguous().numpy(), "F16"
     found = quantise(tensor, weights)
     codes = found.codes
     if weights == "int4":
@@ -138,10 +135,7 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
 
 
 def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
-    """Add the tokenizer of a BPE tokenizer.json, and unused tokens up to `vocab_size`, which llama.cpp counts.
-
-    OpenVINO opens no file without a tokenizer; no engine makes tokens of texts here.
-    """
+    """Add the tokenizer of a BPE tokenizer.json, and unused tokens up to `vocab_size`, which llama.cpp counts."""
     path = model / "tokenizer.json"
     described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": {}}
     bpe = described["model"]
@@ -160,19 +154,3 @@ def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-
-
-def ctranslate2_folder(model: Path, weights: str, folder: Path) -> Path:
-    """A folder in CTranslate2's format; its int8 has a scale for each row."""
-    from ctranslate2.converters import TransformersConverter
-
-    path = folder / f"ctranslate2-{weights}"
-    if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
-        TransformersConverter(str(model)).convert(str(unfinished), quantization=weights, force=True)
-        config = unfinished / "config.json"
-        named = json.loads(config.read_text(encoding="utf-8"))
-        named |= {name: named["eos_token"] for name, value in named.items() if value is None}  # it refuses None
-        config.write_text(json.dumps(named), encoding="utf-8")
-        unfinished.rename(path)
-    return path

@@ -1,15 +1,15 @@
-"""Ours beside llama.cpp, OpenVINO GenAI, CTranslate2 and transformers: the same weights, prompts and greedy tokens.
+"""Ours beside llama.cpp and transformers: the same weights, prompts and greedy tokens.
 
     python -m benchmarks.peers --rounds 5 --json figures.json
     python -m benchmarks.peers --model random:1024x24 --tokens 32 --limit 1
     python -m benchmarks.peers --model smollm2:Q4_K_M --prompts prompts.jsonl
 
-Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all are
-asked in turn; the first round is dropped. Times are for a token after the first. The floor is the time in which as
-many bytes as the weights have in that format, embeddings apart, can be read here by so many threads. Texts are compared
-with those of our eager passes where the weights are the same numbers. An engine that is not installed, or does not take
-the model, has the reason in its row. The model is one that is stored in bfloat16, which every engine can hold exactly,
-or a GGUF file, which ours and llama.cpp read as it is.
+Every engine is a process of its own for each format and number of threads, on as many cores as threads, and all
+continue a prompt before the next one comes; a first turn is dropped. Times are for a token after the first. The floor
+is the time in which as many bytes as the weights have in that format, embeddings apart, can be read here by so many
+threads. Texts are compared with those of our eager passes where the weights are the same numbers. An engine that is not
+installed, or does not take the model, has the reason in its row. The model is one that is stored in bfloat16, which
+every engine can hold exactly, or a GGUF file, which ours and llama.cpp read as it is.
 """
 
 import argparse
@@ -18,54 +18,39 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.engine_process import EngineProcess
-from benchmarks.engines import BY_ROWS, COMPILED, EAGER, ENGINES, FILE, STAGES, Task
-from benchmarks.floor import Reading
+from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
+from benchmarks.floor import reading_s
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread, whole_numbers
+from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
-from ppd_runtime.tune.comparison.methods import common_start
+from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.tune.compare import Comparison, Text, Way, compare
 from ppd_runtime.tune.prompt_files import read_prompts
-from ppd_runtime.tune.quartiles import quartiles
 
-
-@dataclass(frozen=True)
-class Format:
-    """How weights are held."""
-
-    bits: float
-    """Of a layer's weight, with its share of a scale."""
-    head_bits: float
-    numbers: str | None
-    """Formats of one name hold the same numbers."""
-
-
-FORMATS: Mapping[str, Format] = {
-    "float32": Format(32, 32, "stored"),
-    "bfloat16": Format(16, 16, "stored"),
-    "float16": Format(16, 16, None),  # the smallest numbers are rounded
-    "int8": Format(8.5, 8.5, "int8"),
-    "int4": Format(4.5, 8.5, "int4"),
-    f"int8{BY_ROWS}": Format(8, 8, None),
-    FILE: Format(0, 0, FILE),
+FORMATS: Mapping[str, tuple[float, float, str]] = {
+    "float32": (32, 32, "stored"),
+    "bfloat16": (16, 16, "stored"),
+    "int8": (8.5, 8.5, "int8"),
+    "int4": (4.5, 8.5, "int4"),
+    FILE: (0, 0, FILE),
 }
+"""By name: bits of a layer's weight and of the head's, with their shares of a scale; and the numbers, by a name that
+formats of the same numbers share."""
 _OF_ENGINE: Mapping[str, Sequence[str]] = {
     EAGER: ("float32", "int8", "int4"),
     COMPILED: ("bfloat16", "int8", "int4"),
     STAGES: ("bfloat16", "int8", "int4"),
     "transformers": ("float32",),
     "llama.cpp": ("bfloat16", "int8", "int4"),
-    "OpenVINO": ("float16", "int8", "int4"),
-    "CTranslate2": ("float32", f"int8{BY_ROWS}"),
 }
 _OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, "llama.cpp"), (FILE,))
 """Which engines read a GGUF file."""
@@ -73,41 +58,6 @@ PROMPTS = ("def read_lines(path):", "class Reader:", "    def __init__(self, nam
 _MOST_PROMPT = 256  # tokens
 _PAUSE_S = 0.25
 """Between two engines' turns: threads that wait spin for as long as 0.2 s."""
-
-
-@dataclass
-class Row:
-    """One engine with one format and so many threads, and what it has answered."""
-
-    process: EngineProcess
-    num_bytes: int
-    times: list[float] = field(default_factory=list)
-    texts: dict[int, list[list[int]]] = field(default_factory=dict)
-    floors: list[float] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> str | None:
-        """Which numbers its weights are."""
-        return FORMATS[self.process.task.weights].numbers
-
-    def figures(self, expected: Mapping[int, list[int]] | None) -> Figures:
-        """What is reported of it; `expected` are the texts of the same numbers, by the prompts' places."""
-        task, floor_ms = self.process.task, statistics.median(self.floors) * 1000
-        found: Figures = {"engine": task.engine, "weights": task.weights, "threads": task.threads}
-        found |= {"floor_ms": floor_ms, "reason": self.process.reason}
-        if self.process.reason:
-            return found
-        ms = [1000 * seconds for seconds in self.times]
-        found |= {"times_ms": ms, "ms": statistics.median(ms), "share_of_bandwidth": floor_ms / statistics.median(ms)}
-        if len(ms) > 1:
-            found["quartiles_ms"] = quartiles(ms)
-        if expected:
-            pairs = [(text, expected[place]) for place, texts in self.texts.items() for text in texts]
-            starts = [common_start(text, right) for text, right in pairs]
-            found["texts"] = len(pairs)
-            found["equal_texts"] = sum(text == right for text, right in pairs)
-            found["equal_start"] = sum(starts) / sum(len(right) for _, right in pairs)
-        return found
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -152,51 +102,67 @@ def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines:
         for weights in formats[engine]
         if threads > 1 or engine != STAGES
     ]
-    with _rows(tasks, model, info) as rows:
-        for turn in range(options.rounds + 1):
-            _round(rows, prompts, options.tokens, keep=turn > 0)
-        expected = {
-            row.numbers: {place: texts[0] for place, texts in row.texts.items()}
-            for row in reversed(rows)
-            if row.process.task.engine == EAGER and not row.process.reason
-        }
-        figures = [row.figures(expected.get(row.numbers)) for row in rows]
-    shape = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
-    return {**shape, "prompts": len(prompts), "rows": figures}
-
-
-@contextlib.contextmanager
-def _rows(tasks: Sequence[Task], model: Path, info: ModelInfo) -> Iterator[list[Row]]:
-    """Each engine's process, started one after the other: one compiles or writes what the next one finds."""
     with contextlib.ExitStack() as stack:
-        rows = []
-        for task in tasks:
+        ways, sizes = {}, {}
+        for task in tasks:  # one after the other: one compiles or writes what the next one finds
+            process = stack.enter_context(contextlib.closing(EngineProcess(task)))
             of_file = file_bytes(model) if model.is_file() else None
-            row = Row(EngineProcess(task), of_file or stored_bytes(info, FORMATS[task.weights]))
-            stack.callback(row.process.close)
-            rows.append(row)
-        yield rows
+            sizes[task] = (of_file or stored_bytes(info, *FORMATS[task.weights][:2]), task.threads)
+            ways[task] = Way(_name(task), partial(_ask, process))
+        floors = {size: Way(str(size), partial(_read, size)) for size in sizes.values()}
+        params = SamplingParams(options.tokens)
+        found = compare([*ways.values(), *floors.values()], prompts, params, rounds=options.rounds)
+    expected = {
+        FORMATS[task.weights][2]: _name(task)
+        for task in reversed(tasks)
+        if task.engine == EAGER and _name(task) not in found.failures
+    }
+    rows = [_row(task, found, str(sizes[task]), expected.get(FORMATS[task.weights][2])) for task in tasks]
+    shape = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
+    return {**shape, "prompts": len(prompts), "rows": rows}
 
 
-def _round(rows: Sequence[Row], prompts: Sequence[list[int]], num_tokens: int, keep: bool) -> None:
-    """Every engine once, then the floors."""
-    for row in rows:
-        time.sleep(_PAUSE_S)
-        answers = [row.process.generate(prompt, num_tokens) for prompt in prompts]
-        for place, answer in enumerate(answers):
-            if answer and keep:
-                row.texts.setdefault(place, []).append(answer[0])
-                row.times.append(answer[1])
-    sizes = {(row.num_bytes, row.process.task.threads) for row in rows}
-    floors = {size: Reading(*size).seconds(num_tokens) for size in sorted(sizes)}
-    for row in rows:
-        row.floors += [floors[row.num_bytes, row.process.task.threads]] if keep else []
+def _name(task: Task) -> str:
+    return f"{task.engine} {task.weights} {task.threads}"
 
 
-def stored_bytes(info: ModelInfo, form: Format) -> int:
+def _ask(process: EngineProcess, prompt: Sequence[int], params: SamplingParams) -> Text:
+    time.sleep(_PAUSE_S)
+    tokens, step_s = process.generate(list(prompt), params.max_new_tokens)
+    return Text(tuple(tokens), step_s * len(tokens), step_s)
+
+
+def _read(size: tuple[int, int], prompt: Sequence[int], params: SamplingParams) -> Text:
+    """The floor as a text of so many tokens that cost a reading each; the memory is there meanwhile alone."""
+    step_s = reading_s(*size, params.max_new_tokens)
+    return Text((0,) * params.max_new_tokens, step_s * params.max_new_tokens, step_s)
+
+
+def _row(task: Task, found: Comparison, floor: str, expected: str | None) -> Figures:
+    """What is reported of an engine; `expected` names the way whose texts have the same numbers."""
+    name = _name(task)
+    floor_ms = statistics.median(1000 * (pair.text.step_s or 0.0) for pair in found.pairs(floor, floor))
+    row: Figures = {"engine": task.engine, "weights": task.weights, "threads": task.threads, "floor_ms": floor_ms}
+    row["reason"] = found.failures.get(name)
+    if row["reason"]:
+        return row
+    pairs = found.pairs(name, expected or name)
+    times = [1000 * (pair.text.step_s or 0.0) for pair in pairs]
+    row |= {
+        "times_ms": times,
+        "ms": statistics.median(times),
+        "share_of_bandwidth": floor_ms / statistics.median(times),
+    }
+    if expected:
+        row["equal_texts"] = sum(pair.identical for pair in pairs) / len(pairs)
+        row["equal_start"] = sum(pair.equal for pair in pairs) / sum(len(pair.ordinary.token_ids) for pair in pairs)
+    return row
+
+
+def stored_bytes(info: ModelInfo, layer_bits: float, head_bits: float) -> int:
     """Of the weights that a token's pass reads: the linear layers' and the head's."""
     linears = quantised_linears(skeleton_of(model_config(info.folder), info.num_layers))
-    bits = (linear.weight.numel() * (form.head_bits if name == HEAD else form.bits) for name, linear in linears.items())
+    bits = (linear.weight.numel() * (head_bits if name == HEAD else layer_bits) for name, linear in linears.items())
     return int(sum(bits)) // 8
 
 
@@ -212,20 +178,16 @@ def file_bytes(file: Path) -> int:
 
 def table(figures: Figures) -> str:
     """A row for each engine, format and number of threads, in Markdown."""
-    columns = ["threads", "weights", "engine", "ms a token (quartiles)", "tokens/s", "floor, ms"]
-    columns += ["share of the bandwidth", "texts equal", "tokens before another one"]
     rows = sorted(figures["rows"], key=lambda row: (row["threads"], list(FORMATS).index(row["weights"])))
-    return markdown(["model", *columns], [[figures["model"], *_cells(row)] for row in rows])
-
-
-def _cells(row: Figures) -> list[object]:
-    cells: list[object] = [row["threads"], row["weights"], row["engine"]]
-    if row["reason"]:
-        return [*cells, row["reason"], None, row["floor_ms"], None, None, None]
-    cells += [spread(row["times_ms"]), f"{1000 / row['ms']:.0f}", row["floor_ms"], row["share_of_bandwidth"]]
-    if "texts" not in row:
-        return [*cells, None, None]
-    return [*cells, f"{row['equal_texts']} of {row['texts']}", row["equal_start"]]
+    lacking = {"share_of_bandwidth": None, "equal_texts": None, "equal_start": None}
+    rows = [{**lacking, "times_ms": row["reason"], "model": figures["model"], **row} for row in rows]
+    heads = {"model": "model", "threads": "threads", "weights": "weights", "engine": "engine"}
+    heads |= {
+        "times_ms": "ms a token (quartiles)",
+        "floor_ms": "floor, ms",
+        "share_of_bandwidth": "share of the bandwidth",
+    }
+    return table_of(rows, **heads, equal_texts="texts equal", equal_start="tokens before another one")
 
 
 def parser(doc: str | None = __doc__) -> argparse.ArgumentParser:

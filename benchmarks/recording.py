@@ -12,9 +12,9 @@ from typing import Any
 
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
-from ppd_runtime.tune.markdown import cell, markdown_table
+from ppd_runtime.tune import figures as tune_figures
 from ppd_runtime.tune.measured_on import machine, versions
-from ppd_runtime.tune.quartiles import quartiles
+from ppd_runtime.tune.tables import markdown_table
 
 Figures = dict[str, Any]
 
@@ -44,17 +44,22 @@ def environment() -> Figures:
     return {"machine": machine(), "versions": versions(), "commit": _commit()}
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; fractions get three decimals, what is None a dash."""
-    return markdown_table(columns, [[cell(value) for value in row] for row in rows])
-
-
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median and quartiles, with so many significant digits."""
     if len(values) < 2:
         return f"{values[0]:.{digits}g}"
-    low, middle, high = quartiles(values)
-    return f"{middle:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
+    found = tune_figures.spread(values)
+    return f"{found.median:.{digits}g} ({found.low:.{digits}g} to {found.high:.{digits}g})"
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], **heads: str) -> str:
+    """A table of rows under heads by their keys; a list of numbers is shown as median and quartiles."""
+    cells = [[_shown(row[name]) for name in heads] for row in rows]
+    return markdown_table(list(heads.values()), cells)
+
+
+def _shown(value: object) -> object:
+    return (spread(value) if value else None) if isinstance(value, list) else value
 
 
 def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:
@@ -69,7 +74,7 @@ def ledger_table(rows: Mapping[str, Mapping[str, float]], emulated: bool) -> str
     """Where a token's time went, in milliseconds, a row for each way of decoding."""
     parts = list(next(iter(rows.values())))
     columns = ["where a token's time went, ms, mean" + emulated * ", EMULATED devices", *parts, "whole"]
-    return markdown(columns, [[way, *ledger.values(), sum(ledger.values())] for way, ledger in rows.items()])
+    return markdown_table(columns, [[way, *ledger.values(), sum(ledger.values())] for way, ledger in rows.items()])
 
 
 def write_whole(path: Path, text: str) -> None:

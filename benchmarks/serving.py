@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks.faults import Trouble, left_behind, serving
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, share, spread, whole_numbers
+from benchmarks.recording import Figures, new_parser, positive, run, share, table_of, whole_numbers
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import DTYPES
 from ppd_runtime.tune.prompt_files import read_prompts
@@ -137,10 +137,10 @@ class Server(NamedTuple):
     program: psutil.Process
     log: Path
 
-    def held(self) -> tuple[float, int, int]:
+    def held(self) -> tuple[int, int, int]:
         """What `_MOST_MORE` names; memory is the server's own."""
         memory = self.program.memory_info()
-        return (memory.rss - memory.shared) / 1e6, self.program.num_fds(), self.program.num_threads()
+        return round((memory.rss - memory.shared) / 1e6), self.program.num_fds(), self.program.num_threads()
 
 
 @contextlib.contextmanager
@@ -226,17 +226,16 @@ def _row(at_once: int, staged: Server, one: Server, texts: Sequence[Known], opti
 
 def table(figures: Figures) -> str:
     """A row a load, and what is wrong."""
-    columns = [f"at once, {figures['model']}, {figures['stages']} stages", *OUTCOMES, "killed", "tokens/s", "over one"]
-    columns += ["first token, ms", "between tokens, ms", f"server's {', '.join(_MOST_MORE)}: before", "after"]
     rows = [
-        [row["at_once"], *(row["outcomes"].get(name, 0) for name in OUTCOMES), row["killed"]]
-        + [f"{row['tokens_per_second']:.4g}", f"{row['over_one']:.2f}"]
-        + [spread(row[name]) if row[name] else None for name in ("first_token_ms", "between_tokens_ms")]
-        + ["{:.0f}, {}, {}".format(*held) for held in row["held"]]
+        {**row, **{name: row["outcomes"].get(name, 0) for name in OUTCOMES}, "held": "; ".join(map(str, row["held"]))}
         for row in figures["rows"]
     ]
+    heads = {"at_once": f"at once, {figures['model']}, {figures['stages']} stages", **{name: name for name in OUTCOMES}}
+    heads |= {"killed": "killed", "tokens_per_second": "tokens/s", "over_one": "over one"}
+    heads |= {"first_token_ms": "first token, ms", "between_tokens_ms": "between tokens, ms"}
+    heads["held"] = f"server's {', '.join(_MOST_MORE)}: before; after"
     wrong = "\n".join(f"- {line}" for line in figures["wrong"]) or "Nothing is wrong."
-    return f"{markdown(columns, rows)}\n\n{wrong}"
+    return f"{table_of(rows, **heads)}\n\n{wrong}"
 
 
 def parser() -> argparse.ArgumentParser:

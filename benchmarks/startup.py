@@ -12,7 +12,6 @@ prompt behind another's finds caches full of other weights.
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, markdown, new_parser, positive, run, spread
+from benchmarks.recording import Figures, new_parser, positive, run, table_of
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch.cpu_affinity import on_cores
 
@@ -100,13 +99,16 @@ def _long_prompts(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 def table(figures: Figures) -> str:
     """A row a command, and one of the long prompt."""
-    rows = [[row["command"], f"{row['seconds'][0]:.2f}", spread(row["seconds"][1:])] for row in figures["rows"]]
-    tables = [markdown([f"first output, {figures['model']}", "cold, s", "warm, s"], rows)]
+    rows = [
+        {"command": row["command"], "cold": row["seconds"][0], "warm": row["seconds"][1:]} for row in figures["rows"]
+    ]
+    tables = [table_of(rows, command=f"first output, {figures['model']}", cold="cold, s", warm="warm, s")]
     if pairs := figures["long"]:
         ours, theirs = ([1000 * seconds for seconds in one] for one in zip(*pairs, strict=True))
-        ratio = statistics.median(late / early for early, late in zip(ours, theirs, strict=True))
-        columns = ["prompt", "ordinary, ms to the first token", "2 stages", "ratio"]
-        tables.append(markdown(columns, [[f"{figures['tokens']} tokens", spread(ours), spread(theirs), ratio]]))
+        ratios = [late / early for early, late in zip(ours, theirs, strict=True)]
+        row = {"prompt": f"{figures['tokens']} tokens", "ours": ours, "theirs": theirs, "ratios": ratios}
+        heads = {"prompt": "prompt", "ours": "ordinary, ms to the first token", "theirs": "2 stages", "ratios": "ratio"}
+        tables.append(table_of([row], **heads))
     return "\n\n".join(tables)
 
 

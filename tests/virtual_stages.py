@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from virtual_clock import Clock, VirtualNetwork, VirtualProcess, VirtualSampler
 
 from ppd_runtime.checks import stage_layers
-from ppd_runtime.cost_model import staged
 from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import Begin, Message, Token
@@ -178,7 +178,7 @@ def _simulate(
     )
     clocks = [_clock(setting, (number + 1) % size, generator) for number in range(size)]
     layers = stage_layers(setting.num_layers, setting.cuts)
-    said = [[share * rank / sum(ranks) for rank in ranks] for share in (*staged.cumulative_shares(shares), 0.0)]
+    said = [[share * rank / sum(ranks) for rank in ranks] for share in (*accumulate(shares[:-1]), 0.0)]
     machines = Machines(
         setting.num_layers,
         stages=[VirtualRowStage(count, clock, setting.times) for count, clock in zip(layers, clocks, strict=True)],

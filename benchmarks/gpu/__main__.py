@@ -7,32 +7,56 @@
 DIR gets stages.jsonl, a line as soon as a stage has ended or its time is up, with the rows that it had found by then,
 and report.md, written again behind each stage. Whatever a stage does, the others run; the exit code is 1 where one
 failed. --pretend runs every stage on the CPU with little models: its figures mean nothing. Speed-ups of pipelines
-cannot be measured on one GPU, whose workers take turns: `forecast` computes them from what has been measured.
+cannot be measured on one GPU, whose workers take turns; `ppd plan --devices` predicts them.
 """
 
 import argparse
+import datetime
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.processes import Line, run_stage
-from benchmarks.gpu.report import report
+from ppd_runtime.tune.tables import markdown_table
 
 STAGES = {
     "versions": ("parts", 180),  # nothing that is imported is in memory yet
-    "compiling": ("parts", 600),  # ten times, each some tens of seconds on a few cores
-    "bits": ("bits", 240),
-    "eager": ("parts", 90),
-    "sampler": ("parts", 90),
-    "pipelines": ("pipelines", 360),
-    "hops": ("pipelines", 120),
-    "nccl": ("pipelines", 150),
-    "llama": ("llama", 300),
-    "forecast": ("llama", 60),
+    "bits": ("bits", 500),
+    "hops": ("parts", 240),
+    "llama": ("llama", 400),
 }
 """Each stage's module, and the seconds after which it is ended: several times of what it should take."""
 _PATIENCE = 10
 """Times that, of a machine that only pretends and may be busy."""
+
+
+def report(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A section for each stage, with its tables and what went wrong."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    pretend = any(line["pretend"] for line in lines)
+    parts = ["# Figures of one GPU", f"{now:%Y-%m-%d %H:%M} UTC, `python -m benchmarks.gpu{' --pretend' * pretend}`."]
+    if pretend:
+        parts.append("PRETENDED on a CPU with little models: no figure below means anything.")
+    failed = [line["stage"] for line in lines if line["error"]]
+    wrong = [line["stage"] for line in lines if any(row.get("equal") is False for row in line["rows"])]
+    parts.append(
+        f"Failed: {', '.join(failed) or 'none'}. Not equal where they should be: {', '.join(wrong) or 'none'}."
+    )
+    for line in lines:
+        parts.append(f"## {line['stage']}, {line['seconds']:.0f} s")
+        parts += [f"FAILED: {line['error']}"] * bool(line["error"])
+        parts += _tables(line["rows"])
+    return "\n\n".join(parts) + "\n"
+
+
+def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of the same columns make one table."""
+    kinds: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row), []).append(row)
+    return [markdown_table(columns, [list(row.values()) for row in found], ".4g") for columns, found in kinds.items()]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One-token passes of Llama-3-8B's shape against the device's bandwidth, and what that predicts for several GPUs."""
+"""One-token passes of Llama-3-8B's shape against the device's bandwidth."""
 
 import json
 from contextlib import suppress
@@ -10,16 +10,8 @@ import torch
 from benchmarks.gpu.bits import _recordings
 from benchmarks.gpu.parts import bandwidths, kernels_of, run_one
 from benchmarks.gpu.scene import Row, Rows, Scene
-from benchmarks.models import shape_config
-from ppd_runtime.checks import even_cuts
-from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS, tensor_parallel_time, token_time
-from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
-
-_SHARES_OF_RIGHT = 0.8
-"""Of tokens that boundary 1 names, and of the rest, each later one: about the demo model's with k = 3."""
-_FORETOLD = (2, 4, 8)
 
 
 def llama(scene: Scene) -> Rows:
@@ -67,34 +59,6 @@ def _embedding_bytes(stage: LayerRange) -> int:
     """A token reads one row of it; tied to the head, it is read whole."""
     embedding = stage.model.model.embed_tokens.weight
     return 0 if embedding.data_ptr() == stage.model.lm_head.weight.data_ptr() else embedding.nbytes
-
-
-def forecast(scene: Scene) -> Rows:
-    """Stages against tensor parallelism, from the fastest passes and the hop of 8 KB that earlier
-    stages of the benchmark found.
-    """
-    found = _found(scene)
-    passes = min((row for row in found if "layers, ms" in row), key=lambda row: row["ms"], default=None)
-    hops = [row["median_us"] for row in found if row.get("num_bytes") == 8192 and "median_us" in row]
-    if passes is None or not hops:
-        raise ValueError("nothing to go by: the stages llama and hops have found nothing")
-    layers = shape_config(scene.choose("llama3-8b", "little")).num_hidden_layers
-    layer_ms, head_ms = passes["layers, ms"] / layers, max(passes["ms"] - passes["layers, ms"], 0.0)
-    times = Times(layer=layer_ms, hop=min(hops) / 1000, exit_head=head_ms, head=head_ms)
-    for devices in _FORETOLD:
-        if devices > layers:
-            continue
-        right = [_SHARES_OF_RIGHT * (1 - _SHARES_OF_RIGHT) ** boundary for boundary in range(devices - 1)]
-        staged = token_time(layers, even_cuts(layers, devices), (*right, 1 - sum(right)), times)
-        whole = Times(layer=layer_ms, head=head_ms)
-        low, high = (tensor_parallel_time(layers, devices, whole, a) for a in GPT_FAST_ALL_REDUCE_MS)
-        yield {
-            "GPUs": devices,
-            "ordinary, ms a token": passes["ms"],
-            "stages, by the formula": staged,
-            "tensor parallel, all-reduce 18 µs": low,
-            "29 µs": high,
-        }
 
 
 def _found(scene: Scene) -> list[Row]:

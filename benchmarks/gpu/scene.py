@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from benchmarks.models import random_model, save_model, shape_config
+from benchmarks.models import random_model, shape_config
 from ppd_runtime.models.stage.layer_range import LayerRange
 
 Row = dict[str, Any]
@@ -30,27 +29,13 @@ class Scene:
         """The GPU, or a CPU that stands for it."""
         return torch.device("cpu" if self.pretend else "cuda:0")
 
-    @property
-    def start_method(self) -> str:
-        """How a stage's other processes start: afresh, as CUDA needs it."""
-        return str(self.choose("spawn", "fork"))
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those that passes are tried in."""
-        return (torch.float32, torch.bfloat16)
-
     def choose(self, real: Any, pretended: Any) -> Any:
         """How much of something."""
         return pretended if self.pretend else real
 
-    def model(self, shape: str, dtype: torch.dtype) -> PreTrainedModel:
-        """A model of random weights, made on the device."""
-        return random_model(shape_config("little" if self.pretend else shape), dtype, self.device)
-
     def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> LayerRange:
         """The whole of such a model, with compiled code for these kinds of passes."""
-        model = self.model(shape, dtype)
+        model = random_model(shape_config("little" if self.pretend else shape), dtype, self.device)
         if not kinds:
             return LayerRange(model)
         from ppd_runtime.models.compiled.export import compile_layers
@@ -58,10 +43,6 @@ class Scene:
 
         files = {kind: compile_layers(model.config, dtype, self.device, kind) for kind in kinds}
         return LayerRange(model, CompiledLayers(model, files))
-
-    def save_model(self, shape: str, folder: Path) -> None:
-        """Such a model with the demo model's tokenizer, in bfloat16."""
-        save_model(self.model(shape, torch.bfloat16), folder)
 
     def wait(self) -> None:
         """Until the device has done all that this thread has asked for."""

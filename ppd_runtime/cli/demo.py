@@ -69,9 +69,10 @@ def _layouts(k: int, cores: int) -> "list[Layout]":
 
 def _print_all(rows: "Sequence[LayoutFigures]") -> None:
     """The figures of all layouts, and what to make of the times."""
-    from ppd_runtime.cli.plan import print_layouts
+    from ppd_runtime.tune.layouts import HEADS, layout_rows
+    from ppd_runtime.tune.tables import plain_table
 
-    print_layouts(rows)
+    print(plain_table(HEADS, layout_rows(rows)))
     for row in rows:
         print(f"{row.layout.name}: {_outcome(row.speedup)}.")
     shares = [row.cpu_share for row in rows if row.cpu_share is not None]

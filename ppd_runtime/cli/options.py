@@ -33,10 +33,6 @@ MaxNewTokens = Annotated[int, typer.Option(help=summary(SamplingParams, "max_new
 Device = Annotated[str, typer.Option(help=summary(RuntimeConfig, "device"))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Write the same JSON into this file.")]
-KeptOut = Annotated[
-    Path | None, typer.Option(help="Write the same JSON into this file; results are kept beside it until then.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from an interrupted run's results.")]
 Method = Enum("Method", {name: name for name in ("ppd", *METHODS)}, type=str)  # type: ignore[misc]
 """The usual one first."""
 PPD = Method("ppd")

@@ -28,12 +28,6 @@ def check_image(path: Path | None) -> None:
         check_image_file(path)
 
 
-def check_resume(resume: bool, out: Path | None) -> None:
-    """Raise ValueError where there is nothing to go on from."""
-    if resume and out is None:
-        raise ValueError("--resume goes on from what is kept beside the --out file: give --out as well")
-
-
 def give_json(data: Any, as_json: bool, out: Path | None) -> None:
     """Print JSON values in a line, and write them into a file, where either is wanted."""
     if out is not None:

@@ -1,7 +1,6 @@
 """`ppd search-layers`: find what SWIFT may leave out of a model, before it decodes anything that matters."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ import typer
 
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs
 from ppd_runtime.methods.choices import SearchSettings
@@ -69,7 +69,5 @@ def search_layers(
 
 
 def _show(search: "LayerSearch") -> None:
-    if sys.stderr.isatty():
-        line = f"{search.steps} of at most {search.settings.steps} sets, the best {search.matchness:.3f} …"
-        sys.stderr.write(f"\r\033[K{'' if search.finished else line}")
-        sys.stderr.flush()
+    line = f"{search.steps} of at most {search.settings.steps} sets, the best {search.matchness:.3f}"
+    show_progress("" if search.finished else line)

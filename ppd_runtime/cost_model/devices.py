@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ppd_runtime.checks import check_number, check_share, check_whole, even_cuts, stage_layers
 from ppd_runtime.cost_model import staged, theory
+from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.cost_model.tradeoff import MatchRates
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Parts:
             raise ValueError("layer_ms=0: a plan needs layers that take time; give a number above 0")
         check_share("row_cost", self.row_cost)
 
+    def ordinary_ms(self, num_layers: int) -> float:
+        """Ordinary decoding's time for a token, on one device."""
+        return num_layers * self.layer_ms + self.head_ms
+
     def times(self, rows: float = 1.0) -> Times:
         """These times in the formulas' form, for passes over `rows` tokens."""
         width = 1 + self.row_cost * max(rows - 1, 0.0)
@@ -62,13 +66,6 @@ class Predicted:
     """Full passes of all layers, by all devices; ordinary decoding's is 1."""
 
 
-def check_request(devices: int, all_reduce_ms: float | None) -> None:
-    """Raise ValueError for less than two devices, or a negative time."""
-    check_whole("devices", devices, 2)
-    if all_reduce_ms is not None:
-        check_number("all_reduce_ms", all_reduce_ms)
-
-
 def rank(
     num_layers: int, rates: MatchRates, parts: Parts, devices: int, all_reduce_ms: float | None = None
 ) -> list[Predicted]:
@@ -79,7 +76,7 @@ def rank(
     Raises:
         ValueError: for rates or shares outside [0, 1], and layers that Theorem 4.1 or the stages do not cover.
     """
-    check_request(devices, all_reduce_ms)
+    check_whole("devices", devices, 2)
     rows = [
         paper(num_layers, exit_layer, k, rate, parts)
         for (exit_layer, k), rate in rates.rates.items()

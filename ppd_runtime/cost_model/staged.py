@@ -12,12 +12,11 @@ Every function raises a ValueError for cuts that do not fit `num_layers`, shares
 the stages or of another sum than 1, and negative times or rows.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 
 from ppd_runtime.checks import check_cuts, check_number, check_share, check_whole, stage_layers
-from ppd_runtime.cost_model.theory import Times, miss_time, ordinary_time
+from ppd_runtime.cost_model.theory import Times, ordinary_time
 
 GPT_FAST_ALL_REDUCE_MS = (0.018, 0.029)
 """An all-reduce on 2 and on 8 A100 GPUs: gpt-fast's README has Llama-2-7B, 32 layers, at 104.9 tokens/s on one of them,
@@ -41,25 +40,10 @@ def check_shares(shares: Sequence[float], stages: int | None = None) -> None:
         )
 
 
-def cumulative_shares(shares: Sequence[float]) -> tuple[float, ...]:
-    """P_1 … P_{N−1}: how often the right token is among the candidates of boundaries 1 to j."""
-    check_shares(shares)
-    return tuple(itertools.accumulate(shares[:-1]))
-
-
 def expected_first_boundary(shares: Sequence[float]) -> float:
     """E[J], the stage times that a token costs on average: the sum of j times J's share j."""
     check_shares(shares)
     return math.fsum(boundary * share for boundary, share in enumerate(shares, start=1))
-
-
-def expected_from_cumulative(cumulative: Sequence[float]) -> float:
-    """E[J] from P_1 … P_{N−1}: `1 + Σ (1 − P_j)`; raises ValueError if a later one is less than one before."""
-    for share in cumulative:
-        check_share("cumulative", share)
-    if any(before > behind for before, behind in itertools.pairwise(cumulative)):
-        raise ValueError(f"cumulative={','.join(f'{share:g}' for share in cumulative)!r}: give shares that never fall")
-    return 1 + math.fsum(1 - share for share in cumulative)
 
 
 def speedup_bound(shares: Sequence[float]) -> float:
@@ -104,14 +88,6 @@ def latency_ratio(
     known = times or Times()
     staged = expected_time(num_layers, cuts, shares, num_new_tokens, known)
     return staged / ordinary_time(num_layers, num_new_tokens, known)
-
-
-def limit_latency_ratio(
-    num_layers: int, cuts: Sequence[int], shares: Sequence[float], times: Times | None = None
-) -> float:
-    """`latency_ratio` for ℓ ≫ 1; without times and with even stages it is `E[J] / N`."""
-    known = times or Times()
-    return token_time(num_layers, cuts, shares, known) / miss_time(num_layers, known)
 
 
 def dropped_rows(k: int, shares: Sequence[float]) -> float:

@@ -1,16 +1,13 @@
-"""Theorem 4.1 of the paper and the distributions behind it, as functions of plain numbers.
+"""Theorem 4.1 of the paper with its limits, equations 3, 5 and 6, as functions of plain numbers.
 
-d is `num_layers`, d̄ `exit_layer`, p `match_rate`, ℓ `num_new_tokens`, N the number of runs. The unit of time and of
-compute is one layer's pass, except where a function takes `Times`. Every function raises a ValueError for a rate
-outside [0, 1], an exit layer outside d/2 … d − 1, less than one token or candidate, or a negative time.
+d is `num_layers`, d̄ `exit_layer`, p `match_rate`, ℓ `num_new_tokens`. The unit of time and of compute is one layer's
+pass, except where a function takes `Times`. Every function raises a ValueError for a rate outside [0, 1], an exit layer
+outside d/2 … d − 1, less than one token or candidate, or a negative time.
 """
 
-import math
 from dataclasses import dataclass, fields
 
 from ppd_runtime.checks import check_layers, check_number, check_share, check_whole
-
-_ROUNDING = 1e-12
 
 
 def expected_latency(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int) -> float:
@@ -77,56 +74,6 @@ def limit_compute_per_token(k: int, match_rate: float) -> float:
     check_whole("k", k, 1)
     check_share("match_rate", match_rate)
     return (2 + k - match_rate) / 2
-
-
-def run_latency(num_layers: int, exit_layer: int, length: int) -> int:
-    """Layer times of a run of `length` tokens: `T_X = d + (X − 1)·d̄` (Theorem 4.1's proof)."""
-    check_layers(num_layers, exit_layer)
-    check_whole("length", length, 1)
-    return num_layers + (length - 1) * exit_layer
-
-
-def run_length_probability(length: int, match_rate: float, num_new_tokens: int) -> float:
-    """P(X = `length`) of a run with `num_new_tokens` still to come: Geom(1 − p), cut off there (section 4.1)."""
-    _check_text(match_rate, num_new_tokens)
-    check_whole("length", length, 1)
-    if length > num_new_tokens:
-        return 0.0
-    ends = 1.0 if length == num_new_tokens else 1 - match_rate
-    return match_rate ** (length - 1) * ends
-
-
-def run_count_probability(runs: int, match_rate: float, num_new_tokens: int) -> float:
-    """P(N = `runs`), where N − 1 ~ Binomial(ℓ − 1, 1 − p) (Theorem 4.1's proof)."""
-    _check_text(match_rate, num_new_tokens)
-    check_whole("runs", runs, 0)
-    return _binomial(runs - 1, num_new_tokens - 1, 1 - match_rate)
-
-
-def expected_runs(match_rate: float, num_new_tokens: int) -> float:
-    """`E[N] = ℓ − (ℓ − 1)·p` (Theorem 4.1's proof)."""
-    _check_text(match_rate, num_new_tokens)
-    return num_new_tokens - (num_new_tokens - 1) * match_rate
-
-
-def latency_variance(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int) -> float:
-    """Variance of the latency `d̄·ℓ + (d − d̄)·N`, in squared layer times: `(d − d̄)²(ℓ − 1)·p(1 − p)`."""
-    check_layers(num_layers, exit_layer)
-    _check_text(match_rate, num_new_tokens)
-    return (num_layers - exit_layer) ** 2 * (num_new_tokens - 1) * match_rate * (1 - match_rate)
-
-
-def latency_quantile(
-    num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int, probability: float
-) -> int:
-    """The least latency `d̄·ℓ + (d − d̄)·N`, in layer times, that is not exceeded with this probability, in (0, 1]."""
-    check_layers(num_layers, exit_layer)
-    _check_text(match_rate, num_new_tokens)
-    check_share("probability", probability)
-    if probability == 0:
-        raise ValueError(f"probability={probability!r}: give a number above 0, at most 1")
-    runs = _run_count_quantile(match_rate, num_new_tokens, probability)
-    return exit_layer * num_new_tokens + (num_layers - exit_layer) * runs
 
 
 def realised_saving(measured_ratio: float, predicted_ratio: float) -> float:
@@ -203,23 +150,3 @@ def ordinary_time(num_layers: int, num_new_tokens: int, times: Times) -> float:
 def _check_text(match_rate: float, num_new_tokens: int) -> None:
     check_share("match_rate", match_rate)
     check_whole("num_new_tokens", num_new_tokens, 1)
-
-
-def _binomial(successes: int, trials: int, rate: float) -> float:
-    if not 0 <= successes <= trials:
-        return 0.0
-    if rate in (0, 1):
-        return float(successes == rate * trials)
-    ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(trials - successes + 1)
-    return math.exp(ways + successes * math.log(rate) + (trials - successes) * math.log1p(-rate))
-
-
-def _run_count_quantile(match_rate: float, num_new_tokens: int, probability: float) -> int:
-    if probability == 1:
-        return 1 if match_rate == 1 else num_new_tokens
-    reached = 0.0
-    for runs in range(1, num_new_tokens):
-        reached += _binomial(runs - 1, num_new_tokens - 1, 1 - match_rate)
-        if reached >= probability - _ROUNDING:
-            return runs
-    return num_new_tokens

@@ -1,66 +1,15 @@
-"""Latency against compute for many settings: rows of predictions, measured match rates in, a CSV file out."""
+"""Latency against compute for one setting: the paper's layout, and stages with tensor parallelism beside them."""
 
-import csv
-import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from ppd_runtime.checks import check_choice, check_cuts, check_share, check_whole
-from ppd_runtime.config import ALL_FORMATS, FLOATS
+from ppd_runtime.checks import check_cuts, check_stages
 from ppd_runtime.cost_model import staged, theory
-from ppd_runtime.files.atomic import atomic_file
+from ppd_runtime.cost_model.match_rates import MatchRates
+from ppd_runtime.cost_model.theory import Times, miss_time
 
-T = TypeVar("T", int, float)
-Rates = dict[tuple[int, int], float]
-"""Match rate by (exit layer, k)."""
-BoundaryShares = Mapping[tuple[tuple[int, ...], int], tuple[float, ...]]
-"""Shares of the staged layout's first boundaries by (cuts, k); see `ppd_runtime.cost_model.staged`."""
-
-
-@dataclass(frozen=True)
-class MatchRates:
-    """Measured match rates of one model."""
-
-    source: str
-    """Their origin, for messages."""
-    rates: Rates
-    num_layers: int | None = None
-    """The model's layers; None if they are not noted."""
-    first_boundary: BoundaryShares = field(default_factory=dict)
-    """The staged layout's; empty if none were measured."""
-    weights: str | None = None
-    """The format of the model's weights, or floats; None if it is not noted."""
-
-    def layers(self, given: int | None, otherwise: int | None = None) -> int:
-        """The model's layers: these rates' own, else those `given`, else `otherwise`.
-
-        Raises:
-            ValueError: two of them contradict each other, or there is none.
-        """
-        if given is not None and self.num_layers not in (None, given):
-            raise ValueError(f"--layers {given}, but {self.source} is of {self.num_layers} layers: leave --layers out")
-        known = next((n for n in (self.num_layers, given, otherwise) if n is not None), None)
-        if known is None:
-            raise ValueError(f"{self.source} does not say how many layers the model has: give --layers")
-        return known
-
-    def covered(self, num_layers: int) -> "tuple[MatchRates, list[int]]":
-        """The rates that Theorem 4.1 covers, d/2 ≤ d̄ < d, and the exit layers left out.
-
-        Raises:
-            ValueError: if it covers none, or an exit layer is not before the last layer.
-        """
-        last = max(exit_layer for exit_layer, _ in self.rates)
-        if last >= num_layers:
-            raise ValueError(f"{self.source}: exit layer {last} is not before the last of {num_layers} layers")
-        shallow = sorted({exit_layer for exit_layer, _ in self.rates if 2 * exit_layer < num_layers})
-        kept = {setting: rate for setting, rate in self.rates.items() if setting[0] not in shallow}
-        if not kept:
-            raise ValueError(f"{self.source}: no exit layer at half depth or behind, which Theorem 4.1 needs")
-        return replace(self, rates=kept), shallow
+StagedSetting = tuple[tuple[int, ...], int, tuple[float, ...]]
+"""Cuts, k, and the shares of first boundaries; see `ppd_runtime.cost_model.staged`."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +36,6 @@ class Tradeoff:
     latency_ms_per_token: float | None = None
     """With the overheads of given times; None without times."""
 
-    def as_dict(self) -> dict[str, int | float]:
-        """The fields by name; the time only if times were given."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
 
 def predict(
     num_layers: int,
@@ -98,7 +43,7 @@ def predict(
     k: int,
     match_rate: float,
     num_new_tokens: int,
-    times_ms: theory.Times | None = None,
+    times_ms: Times | None = None,
 ) -> Tradeoff:
     """One setting's row; `times_ms` is in milliseconds. Raises ValueError for what Theorem 4.1 does not cover."""
     ratio = theory.latency_ratio(num_layers, exit_layer, match_rate, num_new_tokens)
@@ -119,109 +64,104 @@ def predict(
     )
 
 
-def combine(
-    exit_layers: Sequence[int], ks: Sequence[int], match_rates: Sequence[float]
-) -> list[tuple[int, int, float]]:
-    """Every (exit layer, k, match rate), the match rate changing fastest."""
-    return list(itertools.product(exit_layers, ks, match_rates))
+@dataclass(frozen=True)
+class StagedTradeoff:
+    """What the formulas of the staged layout predict for one setting."""
+
+    num_layers: int
+    stages: int
+    cuts: tuple[int, ...]
+    k: int
+    first_boundary: tuple[float, ...]
+    num_new_tokens: int
+    expected_first_boundary: float
+    """Stage times a token."""
+    speedup_bound: float
+    """With even stages, for long texts, if only layers take time."""
+    latency_ratio: float
+    """Latency of the text as a share of ordinary decoding's, with its final heads and what else takes time."""
+    speedup: float
+    """Ordinary decoding's latency over this one's."""
+    rows_per_token: float
+    """Rows that run and are dropped."""
+    compute_per_token: float
+    """Full passes of all layers for a token; ordinary decoding's is 1."""
+    tensor_parallel_speedups: tuple[float, float]
+    """On as many devices, for slow and for fast all-reduces."""
+    latency_ms_per_token: float | None = None
+    """None without times."""
 
 
-def select(rates: Rates, exit_layers: Sequence[int] | None, ks: Sequence[int] | None) -> list[tuple[int, int, float]]:
-    """The measured (exit layer, k, match rate) of the exit layers and ks asked for; None asks for all.
+def predict_stages(
+    num_layers: int,
+    setting: StagedSetting,
+    num_new_tokens: int,
+    times_ms: Times | None = None,
+    rows_per_token: float | None = None,
+    all_reduce_ms: float | None = None,
+) -> StagedTradeoff:
+    """One setting's row; times are in milliseconds, and without them only layers take time.
+
+    `rows_per_token` are dropped; None: `staged.dropped_rows`. Without `all_reduce_ms` tensor parallelism has gpt-fast's
+    on A100 GPUs, without times in its model's layer times.
 
     Raises:
-        ValueError: for a setting that was not measured.
+        ValueError: see `ppd_runtime.cost_model.staged`.
     """
-    if exit_layers is None and ks is None:
-        return [(exit_layer, k, rate) for (exit_layer, k), rate in sorted(rates.items())]
-    exits = sorted({exit_layer for exit_layer, _ in rates}) if exit_layers is None else exit_layers
-    counts = sorted({k for _, k in rates}) if ks is None else ks
-    for setting in itertools.product(exits, counts):
-        if setting not in rates:
-            known = ", ".join(f"{exit_layer}/{k}" for exit_layer, k in sorted(rates))
-            raise ValueError(f"no match rate for exit layer {setting[0]} with k={setting[1]}: choose among {known}")
-    return [(exit_layer, k, rates[exit_layer, k]) for exit_layer, k in itertools.product(exits, counts)]
+    cuts, k, shares = setting
+    ratio = staged.latency_ratio(num_layers, cuts, shares, num_new_tokens, times_ms)
+    rows = staged.dropped_rows(k, shares) if rows_per_token is None else rows_per_token
+    times = times_ms or Times(layer=staged.GPT_FAST_LAYER_MS)
+    fast, slow = staged.GPT_FAST_ALL_REDUCE_MS if all_reduce_ms is None else (all_reduce_ms, all_reduce_ms)
+    parallel = (staged.tensor_parallel_time(num_layers, len(shares), times, time) for time in (slow, fast))
+    slower, faster = (miss_time(num_layers, times) / time for time in parallel)
+    return StagedTradeoff(
+        num_layers,
+        len(shares),
+        *setting,
+        num_new_tokens,
+        expected_first_boundary=staged.expected_first_boundary(shares),
+        speedup_bound=staged.speedup_bound(shares),
+        latency_ratio=ratio,
+        speedup=1 / ratio,
+        rows_per_token=rows,
+        compute_per_token=staged.compute_per_token(num_layers, cuts, rows),
+        tensor_parallel_speedups=(slower, faster),
+        latency_ms_per_token=ratio * miss_time(num_layers, times_ms) if times_ms else None,
+    )
 
 
-def read_match_rates(path: Path) -> MatchRates:
-    """Measured rates from a JSON file `{"match_rates": {"<exit_layer>": {"<k>": rate}}, "num_layers": d}`.
+def row_dict(row: Tradeoff | StagedTradeoff) -> dict[str, object]:
+    """A row's fields by name; the time only if times were given."""
+    return {name: value for name, value in asdict(row).items() if value is not None}
 
-    First boundaries are read from `"first_boundary": [{"cuts": [layer, …], "shares": {"<k>": [share, …]}}]`. They, the
-    number of layers and the format of the model's `"weights"` may be missing; other keys are ignored.
+
+def measured_settings(
+    num_layers: int, stages: Sequence[int], measured: MatchRates, ks: Sequence[int] | None
+) -> list[StagedSetting]:
+    """All that was measured for these numbers of stages; only for `ks` if they are given.
 
     Raises:
-        ValueError: for a file that cannot be read or has another form.
+        ValueError: for a number of stages or a k that was not measured, or cuts that are not the model's.
     """
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        by_exit, num_layers, weights = whole["match_rates"], whole.get("num_layers"), whole.get("weights")
-        rates = {(int(exit_layer), int(k)): rate for exit_layer, by_k in by_exit.items() for k, rate in by_k.items()}
-        boundaries = _boundary_shares(whole.get("first_boundary", []))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a file of match rates") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        wanted = '{"match_rates": {"<exit_layer>": {"<k>": rate}}}'
-        raise ValueError(f"{path}: not a file of match rates; its form is {wanted}") from error
-    if not rates:
-        raise ValueError(f"{path}: holds no match rates; measure some first")
-    for (exit_layer, k), rate in rates.items():
-        check_share(f"{path}: match_rates[{exit_layer}][{k}]", rate)
-        check_whole(f"{path}: k", k, 1)
-    if num_layers is not None:
-        check_whole(f"{path}: num_layers", num_layers, 2)
-    if weights is not None:
-        check_choice(f"{path}: weights", weights, (FLOATS, *ALL_FORMATS))
-    _check_boundaries(path, num_layers, boundaries)
-    return MatchRates(str(path), rates, num_layers, boundaries, weights)
+    settings = []
+    for number in stages:
+        check_stages(num_layers, number)
+        by_cuts = [row for row in sorted(measured.first_boundary.items()) if len(row[1]) == number]
+        if not by_cuts:
+            raise ValueError(f"{measured.source}: no first boundaries of {number} stages; {_way_out(measured, number)}")
+        known = sorted({k for (_, k), _ in by_cuts})
+        for k in ks or ():
+            if k not in known:
+                choice = ", ".join(map(str, known))
+                raise ValueError(f"no first boundaries of {number} stages with k={k}: choose among {choice}")
+        settings += [(cuts, k, shares) for (cuts, k), shares in by_cuts if ks is None or k in ks]
+    for cuts, _, _ in settings:
+        check_cuts(num_layers, cuts)
+    return settings
 
 
-def boundary_rows(boundaries: BoundaryShares) -> list[dict[str, object]]:
-    """First boundaries as `read_match_rates` reads them."""
-    by_cuts: dict[tuple[int, ...], dict[str, list[float]]] = {}
-    for (cuts, k), shares in sorted(boundaries.items(), key=lambda row: (len(row[0][0]), row[0])):
-        by_cuts.setdefault(cuts, {})[str(k)] = list(shares)
-    return [{"cuts": list(cuts), "shares": shares} for cuts, shares in by_cuts.items()]
-
-
-def _check_boundaries(path: Path, num_layers: int | None, boundaries: BoundaryShares) -> None:
-    try:
-        for (cuts, k), shares in boundaries.items():
-            check_whole("k", k, 1)
-            for cut in cuts:
-                check_whole("cuts", cut, 1)
-            check_cuts(num_layers or max((1, *cuts)) + 1, cuts)
-            staged.check_shares(shares, len(cuts) + 1)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _boundary_shares(rows: Sequence[Any]) -> BoundaryShares:
-    return {(tuple(row["cuts"]), int(k)): tuple(shares) for row in rows for k, shares in row["shares"].items()}
-
-
-def parse_list(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """Parse numbers between commas; ValueError names what is none."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{name}={text!r}: give {what} with commas between them") from None
-
-
-class CsvRow(Protocol):
-    """What a line of a file is made of."""
-
-    def as_dict(self) -> Mapping[str, object]:
-        """Its fields by name."""
-
-
-def write_csv(rows: Sequence[CsvRow], path: Path) -> None:
-    """Write one line a row under the fields' names, a field's numbers with spaces; the file appears when whole."""
-    with atomic_file(path) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0].as_dict()))
-        writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in row.as_dict().items()} for row in rows)
-
-
-def _cell(value: object) -> object:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else value
+def _way_out(measured: MatchRates, number: int) -> str:
+    known = sorted({len(shares) for shares in measured.first_boundary.values()})
+    others = f"it has those of {', '.join(map(str, known))}, and " if known else ""
+    return f"{others}`ppd match-rate --stages {number}` measures them"

@@ -1,26 +1,17 @@
-"""A plan for devices that are not here: formulas over given values, and over measured ones where none is given.
-
-Only measuring needs the model and torch: they are imported when it comes to that.
-"""
+"""A plan for devices that are not here: formulas over given times and measured match rates."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_whole
 from ppd_runtime.config import ALL_FORMATS
-from ppd_runtime.cost_model.devices import Parts, Predicted, check_request, rank
-from ppd_runtime.cost_model.tradeoff import MatchRates, boundary_rows, parse_list, read_match_rates, select
-from ppd_runtime.tune.verdict import Candidate, Verdict, verdict
+from ppd_runtime.cost_model.devices import Parts, Predicted, rank
+from ppd_runtime.cost_model.match_rates import MatchRates, parse_list, read_match_rates, select
+from ppd_runtime.tune.verdict import Candidate, Plan, Verdict, verdict
 
-if TYPE_CHECKING:
-    from ppd_runtime.launch.supervisor import Progress
-    from ppd_runtime.tune.subject import Subject
-
-_USUAL_KS = (1, 3, 5)
-_PARTS = tuple(entry.name for entry in fields(Parts))
+_HEADS = ("", "devices", "ms/token", "speed-up", "allowed", "compute")
+_MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -36,20 +27,19 @@ class Given:
     hop_ms: float | None = None
     """With --devices: time of a message between two of them."""
     layer_ms: float | None = None
-    """With --devices: time of a layer; default: measured here, and the heads' with it."""
+    """With --devices: time of a layer on one of them."""
     head_ms: float | None = None
     """With --devices: time of the final head."""
     exit_head_ms: float | None = None
     """With --devices: time of an exit head."""
     row_cost: float | None = None
-    """With --devices: what a further token adds to a pass, as a share of the first one's time; default: measured
-    where the layers are, else 0."""
+    """With --devices: what a further token adds to a pass, as a share of the first one's time."""
     match_rates: Path | None = None
-    """With --devices: what `ppd match-rate --out` wrote, instead of measuring rates."""
+    """With --devices: the file that `ppd match-rate --out` wrote."""
     layers: int | None = None
     """With --devices: decoder layers, where the match rates' file lacks them."""
     k: str | None = None
-    """With --devices: candidates to plan with, such as 1,3; default: all that the file has, or 1,3,5."""
+    """With --devices: candidates to plan with, such as 1,3; default: all that the file has."""
     all_reduce_ms: float | None = None
     """With --devices: rank tensor parallelism with all-reduces of this time, two for each layer."""
 
@@ -59,145 +49,57 @@ class Given:
                 if value is not None:
                     raise ValueError(f"{name}={value}: is for devices that are not here, give --devices as well")
             return
-        check_request(self.devices, self.all_reduce_ms)
-        for k in self.ks or ():
-            check_whole("k", k, 1)
-        if self.layers is not None:
-            check_whole("layers", self.layers, 2)
-        Parts(**{"layer_ms": 1.0, **self.known_parts})  # refuses what cannot be
-        if self.hop_ms is None:
-            told = f"devices={self.devices}: a message between devices that are not here cannot be timed"
-            raise ValueError(f"{told}, give --hop-ms as well")
+        for option in ("match_rates", "layer_ms", "hop_ms"):
+            if getattr(self, option) is None:
+                raise ValueError(f"devices={self.devices}: needs --{option.replace('_', '-')} as well, give it too")
+        assert self.parts  # refuses what cannot be
 
     @cached_property
     def ks(self) -> list[int] | None:
         """The candidates as numbers."""
         return None if self.k is None else parse_list("--k", self.k, int)
 
-    @property
-    def known_parts(self) -> dict[str, float]:
-        """The given times of `Parts`."""
-        return {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
-
     @cached_property
-    def rates(self) -> MatchRates | None:
-        """The file's."""
-        return None if self.match_rates is None else read_match_rates(self.match_rates)
-
-    def check_weights(self, weights: str | None) -> None:
-        """Raise ValueError if the file's rates have another format than the model, or than what was asked for."""
-        known = self.rates.weights if self.rates else None
-        if None not in (known, weights) and known != weights:
-            told = f"was measured with weights in {known}, and the model has them in {weights}"
-            raise ValueError(f"{self.match_rates} {told}: give figures that were measured alike")
-
-    @property
-    def measures(self) -> bool:
-        """Whether the model is needed."""
-        return self.rates is None or self.layer_ms is None
+    def parts(self) -> Parts:
+        """The times."""
+        names = [entry.name for entry in fields(Parts)]
+        return Parts(**{name: value for name in names if (value := getattr(self, name)) is not None})
 
 
-@dataclass(frozen=True)
-class DevicePlan:
-    """What the formulas say of devices that are not here."""
-
-    model: str
-    num_layers: int
-    devices: int
-    parts: Parts
-    rates: MatchRates
-    predicted: tuple[Predicted, ...]
-    """The fastest first."""
-    verdict: Verdict
-    cautions: tuple[str, ...] = ()
-
-    @property
-    def ordinary_ms(self) -> float:
-        """Ordinary decoding's time for a token, on one of the devices."""
-        return self.num_layers * self.parts.layer_ms + self.parts.head_ms
-
-    @property
-    def title(self) -> str:
-        """What was planned, in a line."""
-        few_bits = f", {self.rates.weights} weights" * (self.rates.weights in ALL_FORMATS)
-        who = f"{self.model}{few_bits}, {self.num_layers} layers, at most {self.devices} devices"
-        return f"{who}: predicted for a token after the first"
-
-    def bars(self) -> dict[str, tuple[float, float, float, float | None]]:
-        """Speed-up, the same as quartiles, and what is allowed, by name."""
-        return {row.name: (row.speedup, row.speedup, row.speedup, row.allowed_speedup) for row in self.predicted}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The plan's JSON form; `ppd tradeoff` reads its match rates."""
-        table: dict[str, dict[str, float]] = {}
-        for (exit_layer, k), rate in sorted(self.rates.rates.items()):
-            table.setdefault(str(exit_layer), {})[str(k)] = rate
-        return {
-            "model": self.model,
-            "num_layers": self.num_layers,
-            "weights": self.rates.weights,
-            "devices": self.devices,
-            "parts": asdict(self.parts),
-            "match_rates_source": self.rates.source,
-            "match_rates": table,
-            "first_boundary": boundary_rows(self.rates.first_boundary),
-            "ordinary_ms_per_token": self.ordinary_ms,
-            "predicted": [asdict(row) for row in self.predicted],
-            "gains": self.verdict.best is not None,
-            "best": self.verdict.best,
-            "verdict": self.verdict.text,
-            "cautions": list(self.cautions),
-        }
-
-
-def plan_devices(
-    given: Given, model: str, subject: "Subject | None", progress: "Progress" = lambda line: None
-) -> DevicePlan:
-    """Rank what fits; the `subject` is needed only for measuring.
+def plan_devices(given: Given, model: str, weights: str | None) -> Plan:
+    """Rank what fits the devices; `weights` is the format that was asked for, None whatever the file's rates have.
 
     Raises:
         ValueError: for given values that cannot be.
     """
-    num_layers = _num_layers(given, model, subject)
-    parts = _parts(given, subject, progress)
-    rates, cautions = _chosen(given.rates or _measured_rates(given, subject, progress), num_layers, given.ks)
-    progress("")
-    devices = given.devices or 0
-    predicted = rank(num_layers, rates, parts, devices, given.all_reduce_ms)
-    found = _verdict(predicted, devices, parts)
-    return DevicePlan(model, num_layers, devices, parts, rates, tuple(predicted), found, cautions)
+    assert given.devices and given.match_rates
+    rates = read_match_rates(given.match_rates)
+    if None not in (rates.weights, weights) and rates.weights != weights:
+        told = f"was measured with weights in {rates.weights}, and the model has them in {weights}"
+        raise ValueError(f"{given.match_rates} {told}: give figures that were measured alike")
+    devices, parts, num_layers = given.devices, given.parts, rates.layers(given.layers)
+    rates, cautions = _chosen(rates, num_layers, given.ks)
+    predicted, ordinary_ms = rank(num_layers, rates, parts, devices, given.all_reduce_ms), parts.ordinary_ms(num_layers)
+    found = {
+        "model": model,
+        "num_layers": num_layers,
+        "weights": rates.weights,
+        "devices": devices,
+        "parts": asdict(parts),
+        "match_rates_source": rates.source,
+        **rates.as_dict(),
+        "ordinary_ms_per_token": ordinary_ms,
+        "predicted": [asdict(row) for row in predicted],
+    }
+    few_bits = f", {rates.weights} weights" * (rates.weights in ALL_FORMATS)
+    title = f"{model}{few_bits}, {num_layers} layers, at most {devices} devices: predicted for a token after the first"
+    rows = [["ordinary decoding", 1, ordinary_ms, "1.00", "", "1.00"], *map(_cells, predicted[:_MOST_ROWS])]
+    return Plan(title, found, _HEADS, rows, _verdict(predicted, devices, parts), cautions)
 
 
-def _num_layers(given: Given, model: str, subject: "Subject | None") -> int:
-    """The layers; ValueError if the file, the option and the model contradict each other."""
-    if subject is None:
-        assert given.rates
-        return given.rates.layers(given.layers)
-    info = subject.ordinary.info
-    noted = given.rates.num_layers if given.rates else None
-    for source, number in (("--layers", given.layers), (given.match_rates, noted)):
-        if number not in (None, info.num_layers):
-            told = f"{source} says {number} layers, but model {model!r} has {info.num_layers}"
-            raise ValueError(f"{told}: give its own")
-    given.check_weights(info.weights_name)
-    return info.num_layers
-
-
-def _parts(given: Given, subject: "Subject | None", progress: "Progress") -> Parts:
-    if given.layer_ms is not None:
-        return Parts(**given.known_parts)
-    from ppd_runtime.tune.parts import measured_parts
-
-    assert subject
-    progress("measuring layers and heads")
-    return replace(measured_parts(subject), **given.known_parts)
-
-
-def _measured_rates(given: Given, subject: "Subject | None", progress: "Progress") -> MatchRates:
-    from ppd_runtime.tune.parts import measured_rates
-
-    assert subject
-    return measured_rates(subject, given.ks or _USUAL_KS, given.devices or 0, progress)
+def _cells(row: Predicted) -> list[object]:
+    ratios = (row.speedup, row.allowed_speedup, row.compute_per_token)
+    return [row.name, row.devices, row.ms_per_token, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tuple[MatchRates, tuple[str, ...]]:
@@ -212,10 +114,9 @@ def _chosen(rates: MatchRates, num_layers: int, ks: Sequence[int] | None) -> tup
 
 def _verdict(predicted: Sequence[Predicted], devices: int, parts: Parts) -> Verdict:
     own = [row for row in predicted if row.options]
-    candidates = [
-        Candidate(row.name, row.ms_per_token, row.speedup, row.allowed_speedup, command=f"ppd generate {row.options}")
-        for row in own
-    ]
+    commands = [f"ppd generate {row.options}" for row in own]
+    figures = [(row.name, row.ms_per_token, row.speedup, row.allowed_speedup) for row in own]
+    candidates = [Candidate(*some, command=run) for some, run in zip(figures, commands, strict=True)]
     nothing = f"no setting with a match rate or first boundaries fits {devices} devices"
     found = verdict(candidates, nothing, f"a hop of {parts.hop_ms:g} ms with heads and rows")
     best = max((row.speedup for row in own), default=0.0)

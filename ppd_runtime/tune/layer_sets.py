@@ -42,12 +42,7 @@ def find_layer_set(
                     on_progress(search)
             if search.steps == before and not search.finished:
                 raise ValueError(f"no prompt's continuation has more than the {method.window} tokens to score sets by")
-        matchness = search.matchness if search.steps else None
-        found = {
-            "skip_ratio": search.skip_ratio,
-            "matchness": matchness,
-            "windows": search.windows,
-            "steps": search.steps,
-        }
+        found = {name: getattr(search, name) for name in ("skip_ratio", "matchness", "windows", "steps")}
+        found["matchness"] = search.matchness if search.steps else None
         write_layer_set(out, search.best, generator.info, found)
     return search

@@ -1,18 +1,17 @@
 """The layouts that fit this machine, and what each took on real texts, in turn with ordinary decoding."""
 
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ppd_runtime.cost_model.theory import realised_saving
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
-from ppd_runtime.tune.comparison.figures import Pair, TextRun, method_figures
-from ppd_runtime.tune.comparison.in_turn import Way, cores_of, pairs_in_turn
-from ppd_runtime.tune.machine_load import LoadMeter
+from ppd_runtime.tune.compare import Pair
+from ppd_runtime.tune.figures import figures, saving_share
+from ppd_runtime.tune.rows import BASELINE
 from ppd_runtime.tune.subject import Subject
+from ppd_runtime.tune.ways import SHARED_SETTINGS, Generator, beside_ordinary
 
 _CANDIDATES = (1, 3)
 _STAGES = (2, 3, 4, 6, 8, 12, 16)
@@ -62,26 +61,19 @@ class LayoutFigures:
     @property
     def realised_saving(self) -> float | None:
         """The share of the allowed saving that was measured; None if none is allowed."""
-        if self.allowed_speedup is None or self.allowed_speedup <= 1:
-            return None
-        return realised_saving(1 / self.speedup, 1 / self.allowed_speedup)
+        return saving_share(self.speedup, self.allowed_speedup)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures' JSON form."""
-        names = ["texts", "tokens", "ms_per_token", "ordinary_ms_per_token", "speedup", "speedup_low", "speedup_high"]
-        names += ["allowed_speedup", "realised_saving", "identical"]
-        own = {"name": self.layout.name, "settings": self.layout.settings, "processes": self.layout.processes}
-        return {**own, **{name: getattr(self, name) for name in names}}
+        layout = {"name": self.layout.name, "settings": self.layout.settings, "processes": self.layout.processes}
+        figures = {name: value for name, value in vars(self).items() if name not in ("layout", "cpu_share")}
+        return {**layout, **figures, "realised_saving": self.realised_saving}
 
 
 def fitting(devices: int, num_layers: int, threads: int, on_cpu: bool) -> list[Layout]:
-    """The layouts for which there is a device for each process.
+    """The layouts for which there is a device for each process: a GPU, or `threads` CPU cores.
 
-    Args:
-        devices: GPUs, or CPU cores over `threads`.
-        num_layers: the model's.
-        threads: CPU threads of a process.
-        on_cpu: whether ordinary decoding can have the cores of a second process instead.
+    On CPUs ordinary decoding can have the cores of a second process instead.
     """
     layouts = [Layout(f"{2 * threads} threads", {"threads": 2 * threads})] if on_cpu and devices >= 2 else []
     if num_layers < 2:
@@ -91,11 +83,10 @@ def fitting(devices: int, num_layers: int, threads: int, on_cpu: bool) -> list[L
 
 
 @contextmanager
-def opened(layout: Layout, ordinary: OrdinaryDecoding, **others: Any) -> Iterator[Way]:
+def opened(layout: Layout, ordinary: OrdinaryDecoding, **others: Any) -> Iterator[Generator]:
     """The layout at work, with the model, number format, device and code of `ordinary`, and other settings."""
     config = ordinary.config
-    names = ("model", "weights", "device", "compile", "generation_config")
-    shared = {name: getattr(config, name) for name in names} | {"dtype": ordinary.dtype}
+    shared = {name: getattr(config, name) for name in SHARED_SETTINGS} | {"dtype": ordinary.dtype}
     if layout.processes == 1:
         with OrdinaryDecoding(**shared, **layout.settings) as way:
             yield way
@@ -105,36 +96,53 @@ def opened(layout: Layout, ordinary: OrdinaryDecoding, **others: Any) -> Iterato
             yield runtime
 
 
-def measured(layout: Layout, way: Way, subject: Subject, seconds: float) -> LayoutFigures:
+def measured(layout: Layout, generator: Generator, subject: Subject, seconds: float) -> LayoutFigures:
     """Run an open layout for some seconds in turn with ordinary decoding."""
     ordinary = subject.ordinary
+    found = beside_ordinary(layout.name, generator, ordinary, subject.prompts, subject.params, seconds=seconds)
     on_cpu = ordinary.stage.device.type == "cpu"
-    load = LoadMeter(cores_of(way) if on_cpu else (), ordinary.config.threads_per_worker)
-    pairs = pairs_in_turn(way, ordinary, subject.prompts, subject.params, seconds, load)
-    return layout_figures(layout, pairs, load.share if on_cpu else None)
+    return layout_figures(layout, found.pairs(layout.name, BASELINE), found.cpu_share if on_cpu else None)
 
 
 def layout_figures(layout: Layout, pairs: Sequence[Pair], cpu_share: float | None = None) -> LayoutFigures:
     """The figures of one pair at least, of texts with two tokens or more."""
-    found = method_figures(pairs)
-    spread = found.step_speedup
-    if spread is None:
+    found = figures(pairs)
+    if found.step_speedup is None or found.ms_per_token is None or found.ordinary_ms_per_token is None:
         raise ValueError("every text ended with its first token: give other prompts")
-    ordinary, own = ([1000 * step for run in runs if (step := run.step_s)] for runs in _sides(pairs))
     return LayoutFigures(
         layout=layout,
         texts=found.texts,
         tokens=found.new_tokens,
-        ms_per_token=statistics.median(own),
-        ordinary_ms_per_token=statistics.median(ordinary),
-        speedup=spread.median,
-        speedup_low=spread.low,
-        speedup_high=spread.high,
+        ms_per_token=found.ms_per_token,
+        ordinary_ms_per_token=found.ordinary_ms_per_token,
+        speedup=found.step_speedup.median,
+        speedup_low=found.step_speedup.low,
+        speedup_high=found.step_speedup.high,
         allowed_speedup=found.allowed_speedup,
         identical=found.equal_texts == 1,
         cpu_share=cpu_share,
     )
 
 
-def _sides(pairs: Sequence[Pair]) -> tuple[list[TextRun], list[TextRun]]:
-    return [pair.ordinary for pair in pairs], [pair.run for pair in pairs]
+HEADS = ("", "ms/token", "speed-up", "allowed", "realised", "equal")
+
+
+def layout_rows(rows: Sequence[LayoutFigures]) -> list[list[object]]:
+    """The table's rows under `HEADS`; ordinary decoding comes first."""
+    if not rows:
+        return []
+    ordinary = sorted(row.ordinary_ms_per_token for row in rows)[len(rows) // 2]
+    cells: list[list[object]] = [["ordinary decoding", ordinary, "1.00", "", "", ""]]
+    for row in rows:
+        allowed, saving = row.allowed_speedup, row.realised_saving
+        cells.append(
+            [
+                row.layout.name,
+                row.ms_per_token,
+                f"{row.speedup:.2f} ({row.speedup_low:.2f}–{row.speedup_high:.2f})",
+                "" if allowed is None else f"{allowed:.2f}",
+                "" if saving is None else "none" if saving <= 0 else f"{saving:.0%}",
+                row.identical,
+            ]
+        )
+    return cells

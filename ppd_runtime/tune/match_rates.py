@@ -6,7 +6,6 @@ states after every exit layer: all layers and all k come from these two.
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +28,9 @@ SHARED_NOISE = "shared_noise"
 ExitLogits = Callable[[Tensor, int], Tensor]
 """Hidden states after an exit layer, `[rows, hidden_size]`, and the layer → `[rows, vocab_size]` float32 logits."""
 
+TextPlaces = dict[str, list[list[int]]]
+"""The exits' places of each token of one generated text, by ranking: `[exit_layers][tokens]`, 0 is the first candidate,
+max(ks) is no candidate."""
 _ROWS = 128  # positions ranked at once: bounds the memory that a large vocabulary's logits take
 
 
@@ -62,8 +64,8 @@ class MatchRateSetting:
                 raise ValueError(f"k={k} is more than the {self.vocab_size} tokens of the vocabulary: choose fewer")
         for layer in self.exit_layers:
             if layer not in range(1, self.num_layers):
-                choice = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
-                raise ValueError(f"exit_layer={layer}: {choice}")
+                told = f"with {self.num_layers} layers choose 1 to {self.num_layers - 1}"
+                raise ValueError(f"exit_layer={layer}: {told}")
         for cuts in self.cuts:
             check_cuts(self.num_layers, cuts)
         object.__setattr__(self, "exit_layers", tuple(sorted({*self.exit_layers, *itertools.chain(*self.cuts)})))
@@ -74,18 +76,6 @@ class MatchRateSetting:
     def rankings(self) -> tuple[str, ...]:
         """How candidates are ranked, the runtime's way first."""
         return (LOGITS,) if self.sampling.greedy else (SHARED_NOISE, LOGITS)
-
-
-@dataclass(frozen=True)
-class TextPlaces:
-    """The exits' places of each token of one generated text, and the time it took."""
-
-    places: dict[str, list[list[int]]]
-    """By ranking: `[exit_layers][tokens]`, 0 is the first candidate, max(ks) is no candidate."""
-    generation_s: float
-    """Plain generation of the text."""
-    measuring_s: float
-    """Everything after it."""
 
 
 def trained_head_meter(ordinary: OrdinaryDecoding, setting: MatchRateSetting, head: HeadInfo) -> "MatchRateMeter":
@@ -115,23 +105,16 @@ class MatchRateMeter:
         self.setting = replace(setting, sampling=ordinary.settled(setting.sampling))
         self._exit_logits = exit_logits or exit_logits_of(ordinary.stage.head)
 
-    def measure(self, prompt_ids: Sequence[int], seed: int, on_token: Callable[[], None] | None = None) -> TextPlaces:
-        """Generate a text with the noise of `seed` and place its tokens; calls `on_token` after each of them."""
+    def measure(self, prompt_ids: Sequence[int], seed: int) -> TextPlaces:
+        """Generate a text with the noise of `seed` and place its tokens."""
         sampling = replace(self.setting.sampling, seed=seed)
-        began = time.perf_counter()
-        with contextlib.closing(self.ordinary.request(prompt_ids, sampling)) as generation:
-            for _ in generation:
-                if on_token:
-                    on_token()
-        generated = time.perf_counter()
-        token_ids = [*prompt_ids, *generation.result.token_ids]
+        token_ids = [*prompt_ids, *self.ordinary.generate(prompt_ids, sampling).token_ids]
         with cpu_threads(self.ordinary.config.threads_per_worker):
             sampler = Sampler(sampling, len(prompt_ids), self.ordinary.info.eos_token_ids)
-            places = self._place(token_ids, len(prompt_ids), sampler)
-        return TextPlaces(places, generated - began, time.perf_counter() - generated)
+            return self._place(token_ids, len(prompt_ids), sampler)
 
     @torch.inference_mode()
-    def _place(self, token_ids: list[int], first: int, sampler: Sampler) -> dict[str, list[list[int]]]:
+    def _place(self, token_ids: list[int], first: int, sampler: Sampler) -> TextPlaces:
         """The places of `token_ids[first:]`, the generated ones."""
         states = torch.stack(
             list(exit_states(self.ordinary.stage, token_ids[:-1], first - 1, self.setting.exit_layers))

@@ -21,14 +21,7 @@ class Subject:
 
 
 def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams, **place: Any) -> Subject:
-    """The model with the prompts of a file, or "demo" for the shipped ones.
-
-    Args:
-        model: see `RuntimeConfig`.
-        source: see `read_prompts`.
-        limit: prompts to take; None takes all.
-        sampling: how texts are decoded.
-        place: settings of `OrdinaryDecoding`.
+    """The model, in a `place` by settings of `OrdinaryDecoding`, with the prompts that `read_prompts` finds.
 
     Raises:
         ValueError: for a model, a setting or a file that cannot be used.
@@ -39,22 +32,34 @@ def loaded(model: str, source: str, limit: int | None, sampling: SamplingParams,
     texts = [prompt.text for prompt in read_prompts(source, limit)]
     ordinary = OrdinaryDecoding(model, **place)
     params = ordinary.settled(sampling)
-    return Subject(ordinary, prompt_ids(ordinary, texts, params.max_new_tokens), params)
+    return Subject(ordinary, message_ids(ordinary, texts, params.max_new_tokens), params)
 
 
-def prompt_ids(ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+def message_ids(ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """The prompts that leave room for the new tokens, each as a user's message if the model has a chat template.
 
     Raises:
         ValueError: if none does.
     """
-    most = ordinary.info.max_positions
     if getattr(ordinary.tokenizer, "chat_template", None):
         chats = [ordinary.chat_prompt([{"role": "user", "content": text}]) for text in texts]
-        encoded = ordinary.encoded(chats, add_special_tokens=False)
-    else:
-        encoded = ordinary.encoded(texts)
-    fitting = [ids for ids in encoded if ids and (most is None or len(ids) + max_new_tokens <= most)]
+        return list(fitting_prompts(ordinary, chats, max_new_tokens, add_special_tokens=False).values())
+    return list(fitting_prompts(ordinary, texts, max_new_tokens).values())
+
+
+def fitting_prompts(
+    ordinary: OrdinaryDecoding, texts: Sequence[str], max_new_tokens: int, add_special_tokens: bool = True
+) -> dict[int, list[int]]:
+    """Token ids of the prompts that leave room for the new tokens, by their places among the texts.
+
+    Raises:
+        ValueError: if none does.
+    """
+    most = ordinary.info.max_positions
+    encoded = ordinary.encoded(texts, add_special_tokens=add_special_tokens)
+    fitting = {
+        place: ids for place, ids in enumerate(encoded) if ids and (most is None or len(ids) + max_new_tokens <= most)
+    }
     if not fitting:
         raise ValueError(
             f"none of the {len(texts)} prompts and max_new_tokens={max_new_tokens} fit the model's {most} positions: "

@@ -1,7 +1,8 @@
 """What a plan advises: the best way of decoding with its figures, or "don't" with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WORTH_IT = 1.05
 """A speed-up below this is not worth a second device."""
@@ -33,19 +34,38 @@ class Verdict:
     """One sentence for people."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A verdict with the figures behind it."""
+
+    title: str
+    """What was planned, in a line."""
+    found: Mapping[str, Any]
+    """The figures as JSON values."""
+    heads: tuple[str, ...]
+    rows: Sequence[Sequence[object]]
+    """The figures as a table."""
+    verdict: Verdict
+    cautions: tuple[str, ...] = ()
+    """What makes the figures less certain than they look, a sentence each."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's JSON form."""
+        advice = {"gains": self.verdict.best is not None, "best": self.verdict.best, "verdict": self.verdict.text}
+        return {**self.found, **advice, "cautions": list(self.cautions)}
+
+
 def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Verdict:
     """The fastest candidate if it is worth its devices.
 
-    Args:
-        candidates: in any order.
-        nothing_fits: the reason if there is no candidate.
-        cost: what takes time besides layers, told if candidates are right often enough.
+    `nothing_fits` is the reason if there is no candidate; `cost` is what takes time besides layers, told if candidates
+    are right often enough.
     """
     if not candidates:
         return Verdict(None, f"don't: {nothing_fits}")
     best = max(candidates, key=lambda one: one.speedup)
     if best.speedup >= WORTH_IT and best.surely_faster:
-        return Verdict(best.name, f"{_speed(best)}{_command(best)}")
+        return Verdict(best.name, f"{_speed(best)}{f' ({best.command})' * bool(best.command)}")
     if best.speedup >= WORTH_IT:
         unsure = "but a quarter of the texts were no faster; more --seconds or prompts may tell"
         return Verdict(None, f"don't: {_speed(best)}, {unsure}")
@@ -55,10 +75,6 @@ def verdict(candidates: Sequence[Candidate], nothing_fits: str, cost: str) -> Ve
 
 def _speed(best: Candidate) -> str:
     return f"{best.name}: {best.ms_per_token:.3g} ms a token, {best.speedup:.2f} times ordinary decoding's speed"
-
-
-def _command(best: Candidate) -> str:
-    return f" ({best.command})" if best.command else ""
 
 
 def _reason(best: Candidate, cost: str) -> str:

@@ -1,6 +1,5 @@
-"""`ppd tradeoff` and the rows, files and pictures behind it."""
+"""`ppd tradeoff` and the rows and files behind it."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -11,8 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.tradeoff import tradeoff
-from ppd_runtime.cost_model import plots, staged, theory
-from ppd_runtime.cost_model.tradeoff import predict
+from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.atomic import atomic_file
 
 app = typer.Typer()
@@ -101,24 +99,6 @@ def test_table() -> None:
     assert max(map(len, output.splitlines())) <= 80
 
 
-def test_csv(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    rows = _json("--k", "1,3", "--csv", str(path))
-    with path.open(newline="") as file:
-        written = list(csv.DictReader(file))
-    assert [{name: float(value) for name, value in row.items()} for row in written] == rows
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot"])
-def test_plot(tmp_path: Path, measured: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / name
-    _run("--match-rates", str(measured), "--plot", str(path))
-    assert path.read_bytes().startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
-    assert sorted(tmp_path.iterdir()) == sorted([path, measured])
-
-
 SHARES = (0.8, 0.1, 0.05, 0.05)
 STAGED = {"num_layers", "stages", "cuts", "k", "first_boundary", "num_new_tokens", "rows_per_token"}
 STAGED_KEYS = {"expected_first_boundary", "speedup_bound", "latency_ratio", "speedup", "compute_per_token"}
@@ -187,18 +167,14 @@ def test_times_and_rows_of_stages() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_stages_from_measured_first_boundaries(boundaries: Path, tmp_path: Path) -> None:
+def test_stages_from_measured_first_boundaries(boundaries: Path) -> None:
     rows = _json("--stages", "4,2", "--match-rates", str(boundaries))
     settings = [(row["stages"], row["cuts"], row["k"]) for row in rows]
     assert settings == [(4, [2, 5, 9], 3), (4, [3, 6, 9], 3), (2, [6], 1), (2, [6], 3)]
     assert rows[1]["first_boundary"] == list(SHARES)
     assert rows[0]["latency_ratio"] == pytest.approx((4 + 127 * 1.45) * 4 / (128 * 12))  # the longest has 4 of 12
     assert [row["k"] for row in _json("--stages", "4,2", "--match-rates", str(boundaries), "--k", "3")] == [3, 3, 3]
-    path = tmp_path / "rows.csv"
-    shown = _run("--stages", "2,4", "--match-rates", str(boundaries), "--csv", str(path))
-    assert "2,5,9" in shown
-    with path.open(newline="") as file:
-        assert [row["cuts"] for row in csv.DictReader(file)] == ["6", "6", "2 5 9", "3 6 9"]
+    assert "2,5,9" in _run("--stages", "2,4", "--match-rates", str(boundaries))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +193,10 @@ def test_stages_from_measured_first_boundaries(boundaries: Path, tmp_path: Path)
         ("--stages 2", "--stages 2: give one of --first-boundary and --match-rates"),
         ("--stages 2 --first-boundary .8,.2 --match-rates FOLDER/good.json", "give one of"),
         ("--stages 2 --first-boundary .8,.2 --exit-layer 20", "--stages 2 and --exit-layer 20"),
-        ("--stages 2 --first-boundary .8,.2 --match-rate 0.5", "--stages 2 and --match-rate 0.5"),
-        ("--stages 2 --first-boundary .8,.2 --plot FOLDER/a.png", "is the paper's layout's, leave one of them out"),
+        (
+            "--stages 2 --first-boundary .8,.2 --match-rate 0.5",
+            "--stages 2 and --match-rate 0.5: that option is the paper's layout's, leave one of them out",
+        ),
         ("--stages 2 --first-boundary .8,.2 --k 0", "--k 0"),
         ("--stages 2 --first-boundary .8,.2 --tokens 0", "--tokens 0"),
         ("--stages 2 --first-boundary .8,.2 --rows-per-token -1", "--rows-per-token -1"),
@@ -259,24 +237,6 @@ def test_mistakes_with_stages_are_named_in_one_line(tmp_path: Path, arguments: s
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_curves_join_the_ks_of_an_exit_layer_or_of_a_rate() -> None:
-    measured = [predict(40, 20, k, p, 128) for k, p in ((5, 0.7415), (1, 0.5281), (3, 0.6837))]
-    assert {name: [row.k for row in rows] for name, rows in plots.curves(measured).items()} == {
-        "exit layer 20": [1, 3, 5]
-    }
-    assumed = [predict(40, 20, k, p, 128) for k in (1, 3) for p in (0.5, 0.7)]
-    names = {"exit layer 20, p = 0.5": [1, 3], "exit layer 20, p = 0.7": [1, 3]}
-    assert {name: [row.k for row in rows] for name, rows in plots.curves(assumed).items()} == names
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = CliRunner().invoke(app, ["--plot", str(tmp_path / "a.png"), "--csv", str(tmp_path / "a.csv")])
-    assert result.exit_code == 2
-    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -300,7 +260,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
         ("--match-rates FOLDER/deep.json", "deep.json: no exit layer at half depth or behind"),
         ("--match-rates FOLDER/good.json --layers 20", "exit layer 20 is not before the last of 20 layers"),
         ("--match-rates FOLDER/odd.json", "num_layers='6': give a whole number of at least 2"),
-        ("--csv FOLDER/none/rows.csv", "give a file in a folder that exists"),
+        ("--out FOLDER/none/rows.json", "give a file in a folder that exists"),
     ],
 )
 def test_mistakes_are_named_in_one_line(tmp_path: Path, arguments: str, named: str) -> None:

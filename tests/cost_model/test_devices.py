@@ -4,7 +4,7 @@ import pytest
 
 from ppd_runtime.cost_model import devices, theory
 from ppd_runtime.cost_model.devices import Parts
-from ppd_runtime.cost_model.tradeoff import MatchRates
+from ppd_runtime.cost_model.match_rates import MatchRates
 
 ALONE = Parts(1.0)
 PARTS = Parts(layer_ms=2.0, head_ms=1.0, exit_head_ms=0.5, hop_ms=0.75, row_cost=0.1)
@@ -88,7 +88,7 @@ def test_tensor_parallelism_is_ranked_with_its_all_reduces() -> None:
         (lambda: Parts(1.0, hop_ms=-1), "hop_ms=-1"),
         (lambda: Parts(1.0, row_cost=1.5), "row_cost=1.5"),
         (lambda: devices.rank(12, RATES, ALONE, 1), "devices=1"),
-        (lambda: devices.rank(12, RATES, ALONE, 2, -1.0), "all_reduce_ms=-1.0"),
+        (lambda: devices.rank(12, RATES, ALONE, 2, -1.0), "all_reduce=-1.0"),
         (lambda: devices.paper(12, 5, 1, 0.5, ALONE), "exit_layer=5"),
         (lambda: devices.paper(12, 6, 1, 1.5, ALONE), "match_rate=1.5"),
         (lambda: devices.stages(12, (6,), 1, (0.5, 0.6), ALONE), "the shares sum to 1.1"),

@@ -35,9 +35,8 @@ def layouts(draw: st.DrawFn) -> tuple[int, tuple[int, ...], tuple[float, ...]]:
 @given(distributions())
 def test_both_forms_of_the_expected_first_boundary_are_one(shares: tuple[float, ...]) -> None:
     cumulative = [math.fsum(shares[:boundary]) for boundary in range(1, len(shares))]
-    assert staged.cumulative_shares(shares) == pytest.approx(cumulative)
     expected = staged.expected_first_boundary(shares)
-    assert staged.expected_from_cumulative(sorted(min(1.0, share) for share in cumulative)) == pytest.approx(expected)
+    assert 1 + math.fsum(1 - share for share in cumulative) == pytest.approx(expected)
     assert 1 - 1e-12 <= expected <= len(shares) + 1e-12
 
 
@@ -63,8 +62,8 @@ def test_two_stages_are_theorem_4_1(half: int, p: float, num_new_tokens: int) ->
     assert staged.expected_time(*layout, num_new_tokens, Times()) == pytest.approx(expected)
     ratio = theory.latency_ratio(2 * half, half, p, num_new_tokens)
     assert staged.latency_ratio(*layout, num_new_tokens) == pytest.approx(ratio)
-    limit = theory.limit_latency_per_token(2 * half, p) / (2 * half)
-    assert staged.limit_latency_ratio(*layout) == pytest.approx(limit)
+    limit = theory.limit_latency_per_token(2 * half, p)
+    assert staged.token_time(*layout, Times()) == pytest.approx(limit)
 
 
 @given(st.integers(1, 30), rates, st.integers(1, 8))
@@ -85,7 +84,8 @@ def test_all_certain_and_never(stages: int) -> None:
     assert staged.speedup_bound((1.0, *others)) == stages
     assert staged.speedup_bound((*others, 1.0)) == 1
     times = Times(layer=2, head=5, exit_head=3)
-    assert staged.limit_latency_ratio(2 * stages, even_cuts(2 * stages, stages), (*others, 1.0), times) == 1
+    never = staged.token_time(2 * stages, even_cuts(2 * stages, stages), (*others, 1.0), times)
+    assert never == theory.miss_time(2 * stages, times)
 
 
 @given(layouts(), st.floats(0, 5), st.floats(0, 5))
@@ -95,10 +95,8 @@ def test_a_time_by_the_formula(layout: tuple[int, tuple[int, ...], tuple[float, 
     times = Times(layer=1.5, head=head, exit_head=head, hop=hop)
     expected = (longest * 1.5 + hop) * staged.expected_first_boundary(shares) + head
     assert staged.token_time(num_layers, cuts, shares, times) == pytest.approx(expected)
-    ratio = staged.limit_latency_ratio(num_layers, cuts, shares, times)
-    assert ratio == pytest.approx(expected / (num_layers * 1.5 + head))
     long_text = staged.latency_ratio(num_layers, cuts, shares, 10**7, times)
-    assert long_text == pytest.approx(ratio, rel=1e-4)
+    assert long_text == pytest.approx(expected / (num_layers * 1.5 + head), rel=1e-4)
 
 
 @given(distributions(), st.data())
@@ -176,8 +174,6 @@ def test_tensor_parallelism_on_one_device_is_ordinary_decoding() -> None:
             lambda: staged.token_time(12, (3, 6, 9), (0.5, 0.5), Times()),
             "first_boundary='0.5,0.5': 4 stages need 4 shares, one for each of 3 boundaries, and one for never",
         ),
-        (lambda: staged.expected_from_cumulative((0.8, 0.7)), "cumulative='0.8,0.7': give shares that never fall"),
-        (lambda: staged.expected_from_cumulative((math.nan,)), "cumulative=nan"),
         (lambda: staged.expected_time(12, (6,), (0.5, 0.5), 0, Times()), "num_new_tokens=0"),
         (lambda: staged.compute_per_token(12, (6,), -1), "rows_per_token=-1"),
         (lambda: staged.dropped_rows(0, (0.5, 0.5)), "k=0"),

@@ -123,41 +123,13 @@ def test_table_3_realises_36_to_55_percent(k: int, p: float, seconds: float, ord
 def test_every_outcome_added_up(setting: tuple[int, int], p: float, num_new_tokens: int) -> None:
     num_layers, exit_layer = setting
     outcomes = list(_outcomes(p, num_new_tokens))
-    latencies = [(q, sum(theory.run_latency(num_layers, exit_layer, x) for x in runs)) for q, runs in outcomes]
+    latencies = [(q, sum(num_layers + (x - 1) * exit_layer for x in runs)) for q, runs in outcomes]
     mean = math.fsum(q * latency for q, latency in latencies)
     setting = (num_layers, exit_layer, p, num_new_tokens)
     assert theory.expected_latency(*setting) == pytest.approx(mean)
-    variance = math.fsum(q * (latency - mean) ** 2 for q, latency in latencies)
-    assert theory.latency_variance(*setting) == pytest.approx(variance, abs=1e-9)
     for k in (1, 3):
         early = k * (num_layers - exit_layer) * num_new_tokens
         assert theory.expected_compute(num_layers, exit_layer, k, p, num_new_tokens) == pytest.approx(mean + early)
-    for probability in (1e-6, 0.1, 0.25, 0.5, 0.75, 0.999, 1.0):
-        expected = _quantile([(latency, q) for q, latency in latencies if q], probability)
-        assert theory.latency_quantile(*setting, probability) == expected
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("num_new_tokens", [1, 2, 6])
-def test_run_counts_and_lengths_added_up(p: float, num_new_tokens: int) -> None:
-    outcomes = list(_outcomes(p, num_new_tokens))
-    for count in range(num_new_tokens + 3):
-        expected = math.fsum(q for q, runs in outcomes if len(runs) == count)
-        assert theory.run_count_probability(count, p, num_new_tokens) == pytest.approx(expected)
-    for length in range(1, num_new_tokens + 3):
-        expected = math.fsum(q for q, runs in outcomes if runs[0] == length)
-        assert theory.run_length_probability(length, p, num_new_tokens) == pytest.approx(expected)
-    assert theory.expected_runs(p, num_new_tokens) == pytest.approx(math.fsum(q * len(r) for q, r in outcomes))
-
-
-@given(rates, st.integers(1, 400))
-def test_distributions_sum_to_one_and_agree_with_their_means(p: float, num_new_tokens: int) -> None:
-    counts = [theory.run_count_probability(runs, p, num_new_tokens) for runs in range(num_new_tokens + 1)]
-    assert math.fsum(counts) == pytest.approx(1)
-    mean = math.fsum(runs * q for runs, q in enumerate(counts))
-    assert theory.expected_runs(p, num_new_tokens) == pytest.approx(mean)
-    lengths = [theory.run_length_probability(x, p, num_new_tokens) for x in range(1, num_new_tokens + 1)]
-    assert math.fsum(lengths) == pytest.approx(1)
 
 
 @given(st.integers(2, 100), st.data(), rates, st.integers(1, 1000), st.integers(1, 8))
@@ -166,15 +138,7 @@ def test_between_the_best_and_the_worst_case(d: int, data: st.DataObject, p: flo
     latency = theory.expected_latency(d, exit_layer, p, tokens)
     best, worst = d + (tokens - 1) * exit_layer, d * tokens
     assert best - 1e-6 <= latency <= worst + 1e-6
-    assert best <= theory.latency_quantile(d, exit_layer, p, tokens, 0.5) <= worst
     assert 1 <= theory.compute_per_time(d, exit_layer, k, p, tokens) <= k + 1 + 1e-9
-
-
-def test_quantiles_of_long_texts_are_where_the_normal_distribution_puts_them() -> None:
-    setting = (40, 20, 0.6837, 20_000)
-    mean, deviation = theory.expected_latency(*setting), theory.latency_variance(*setting) ** 0.5
-    assert theory.latency_quantile(*setting, 0.5) == pytest.approx(mean, abs=20)
-    assert theory.latency_quantile(*setting, 0.975) == pytest.approx(mean + 1.96 * deviation, abs=25)
 
 
 def test_without_overheads_the_time_is_the_theorems() -> None:
@@ -206,9 +170,6 @@ def test_overheads() -> None:
         (lambda: theory.expected_compute(40, 20, 0, 0.5, 8), "k=0"),
         (lambda: theory.expected_compute(40, 20, True, 0.5, 8), "k=True"),
         (lambda: theory.limit_compute_per_time(3, 2), "match_rate=2"),
-        (lambda: theory.latency_quantile(40, 20, 0.5, 8, 0), "probability=0"),
-        (lambda: theory.latency_quantile(40, 20, 0.5, 8, 1.5), "probability=1.5"),
-        (lambda: theory.run_length_probability(0, 0.5, 8), "length=0"),
         (lambda: Times(hop=-1), "hop=-1"),
         (lambda: Times(layer=math.inf), "layer=inf"),
         (lambda: theory.realised_saving(0.9, 1), "predicted_ratio=1"),
@@ -232,12 +193,3 @@ def _outcomes(p: float, num_new_tokens: int):
             else:
                 lengths.append(1)
         yield probability, lengths
-
-
-def _quantile(outcomes: list[tuple[int, float]], probability: float) -> int:
-    reached = 0.0
-    for latency, group in itertools.groupby(sorted(outcomes), key=lambda outcome: outcome[0]):
-        reached += math.fsum(q for _, q in group)
-        if reached >= probability - 1e-12:
-            return latency
-    raise AssertionError

@@ -33,7 +33,7 @@ from ppd_runtime.pipeline.messages import ExitState
 from ppd_runtime.pipeline.wire import encode
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.tune.comparison.in_turn import core_beside
+from ppd_runtime.tune.ways import core_beside
 
 PACKAGE = Path(ppd_runtime.__file__).parent
 

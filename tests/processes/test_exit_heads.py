@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.main import app
-from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD
+from ppd_runtime.models.trained.heads import AFFINE, LM_HEAD
 from ppd_runtime.training.exit_head import HeadTraining
 
 ModelFolder = Callable[..., Path]
@@ -164,16 +164,3 @@ def test_mistakes_get_one_line(
     assert named in " ".join(result.stderr.split())
     assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_results_of_another_head_are_not_mixed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [make_head(tmp_path / kind, model, kind, 3).folder for kind in KINDS]
-    measure = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 4, "--out", tmp_path / "rates.json")
-    with monkeypatch.context() as patch:
-        patch.setattr("ppd_runtime.tune.partial_results.PartialResults.discard", lambda partial: None)
-        run(*measure, "--exit-head", heads[0])
-    for other in (heads[1], "shared"):
-        refused = invoke(*measure, "--exit-head", other, "--exit-layers", 3, "--resume")
-        assert refused.exit_code == 2
-        assert "was measured with --exit-head" in refused.stderr
-    run(*measure, "--exit-head", heads[0], "--resume")

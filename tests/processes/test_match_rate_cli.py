@@ -1,11 +1,6 @@
-"""`ppd match-rate` as a user runs it: tables, files, pictures, interruptions and mistakes."""
+"""`ppd match-rate` as a user runs it: tables, files and mistakes."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,20 +10,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.match_rate import match_rate
-from ppd_runtime.cost_model.tradeoff import boundary_rows, read_match_rates
-from ppd_runtime.tune.match_rates import MatchRateMeter
+from ppd_runtime.cost_model.match_rates import read_match_rates
 
 app = typer.Typer()
 app.command()(match_rate)
 PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
-RUN_ALONE = """
-import signal, sys, typer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
-from ppd_runtime.cli.match_rate import match_rate
-app = typer.Typer()
-app.command()(match_rate)
-app(sys.argv[1:])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +46,16 @@ def test_a_greedy_measurement(model: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "rates.json"
     shown = run("--model", model, "--prompts", prompts, "--max-new-tokens", 16, "--out", out)
     assert "greedy: 48 tokens of 3 prompts compared" in " ".join(shown.split())
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, shown.splitlines()[1:])) <= 80
     report = json.loads(out.read_text())
     assert (report["comparisons"], report["num_prompts"], report["skipped_prompts"]) == (48, 3, 0)
     assert (report["ranking"], list(report["rankings"])) == ("logits", ["logits"])
     assert list(report["match_rates"]) == ["1", "2", "3"]
     assert list(report["match_rates"]["2"]) == ["1", "3", "5"]
     assert f"{report['match_rates']['2']['3']:.3f}" in shown
-    low, high = report["intervals"]["2"]["3"]
-    assert low < report["match_rates"]["2"]["3"] < high
     ranges = report["rankings"]["logits"]["by_position"]
     assert [row["positions"] for row in ranges] == [[first, first + 1] for first in range(1, 16, 2)]
     assert sum(row["comparisons"] for row in ranges) == 48
-    assert report["cost"]["ratio_to_plain_generation"] > 1
     assert read_match_rates(out).rates[2, 3] == report["match_rates"]["2"]["3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
 
@@ -101,7 +84,7 @@ def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, 
     out = tmp_path / "rates.json"
     arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--exit-layers", 3, "--k", "1,3")
     shown = run(*arguments, "--stages", "4,2", "--cuts", "1,3", "--cuts", 3, "--temperature", 1, "--out", out)
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, shown.splitlines()[1:])) <= 80
     words = " ".join(shown.split())
     assert "4 stages: the first boundary with the token, candidates by logits and shared noise" in words
     report = json.loads(out.read_text())
@@ -110,16 +93,7 @@ def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, 
     for row in report["first_boundary"]:
         assert row["shares"]["3"][0] == pytest.approx(report["match_rates"][str(row["cuts"][0])]["3"])
         assert sum(row["shares"]["1"]) == pytest.approx(1)
-    read = read_match_rates(out).first_boundary
-    assert boundary_rows(read) == report["first_boundary"]
-
-
-def test_the_heatmaps(model: str, prompts: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "heatmap.png"
-    run("--model", model, "--prompts", prompts, "--max-new-tokens", 4, "--temperature", 1, "--plot", plot)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["heatmap.png", "prompts.jsonl"]
+    assert read_match_rates(out).as_dict()["first_boundary"] == report["first_boundary"]
 
 
 def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
@@ -130,62 +104,6 @@ def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
     assert result.stderr == "ppd: skipped 1 of 2 prompts: too long for the model's positions\n"
     report = json.loads((tmp_path / "out.json").read_text())
     assert (report["num_prompts"], report["skipped_prompts"]) == (1, 1)
-
-
-def test_an_interruption_keeps_what_was_measured(
-    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ("--model", model, "--prompts", prompts, "--max-new-tokens", 8, "--out", tmp_path / "rates.json")
-    measure, calls = MatchRateMeter.measure, []
-
-    def interrupted(*given: object) -> object:
-        calls.append(given)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measure(*given)
-
-    monkeypatch.setattr(MatchRateMeter, "measure", interrupted)
-    result = invoke(*arguments)
-    assert result.exit_code == 130
-    assert "16 tokens of 2 prompts compared" in " ".join(result.stdout.split())
-    assert "ppd: 2 prompts are kept in" in result.stderr
-    assert not (tmp_path / "rates.json").exists()
-    refused = invoke(*arguments)
-    assert (refused.exit_code, len(calls)) == (2, 3)
-    assert "keeps 2 prompts of an unfinished run" in refused.stderr
-    run(*arguments, "--resume")
-    assert len(calls) == 4
-    assert json.loads((tmp_path / "rates.json").read_text())["num_prompts"] == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
-
-
-def test_control_c_while_it_runs(model: str, prompts: str, tmp_path: Path) -> None:
-    path = Path(prompts)
-    path.write_text(path.read_text() * 200)
-    out, partial = tmp_path / "rates.json", tmp_path / "rates.json.partial.jsonl"
-    command = [sys.executable, "-c", RUN_ALONE, "--model", model, "--prompts", prompts, "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and (not partial.exists() or partial.read_bytes().count(b"\n") < 3):
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
-    assert process.returncode == 130, shown
-    kept = len(partial.read_text().splitlines()) - 1
-    assert f"ppd: {kept} prompts are kept" in shown
-    assert kept >= 2
-    assert not out.exists()
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(
-    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    out, plot = tmp_path / "rates.json", tmp_path / "a.png"
-    result = invoke("--model", model, "--prompts", prompts, "--out", out, "--plot", plot)
-    assert result.exit_code == 2
-    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'
-    assert list(tmp_path.iterdir()) == [Path(prompts)]
 
 
 @pytest.mark.parametrize(
@@ -209,10 +127,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         ("--temperature -1", "--temperature -1"),
         ("--top-p 1.5", "--top-p 1.5"),
         ("--limit 0", "--limit 0"),
-        ("--resume", "give --out as well"),
         ("--out FOLDER/none/rates.json", "give a file in a folder that exists"),
-        ("--plot FOLDER", "give a file in a folder that exists"),
-        ("--plot FOLDER/a.xyz", "no kind of image"),
         ("--prompts FOLDER/none.jsonl", "none.jsonl: No such file or directory"),
         ("--prompts FOLDER/broken.jsonl --out FOLDER/rates.json", "broken.jsonl, line 2: no JSON at column 11"),
         ("--prompts FOLDER/other.jsonl --out FOLDER/rates.json", 'other.jsonl, line 1: no text under "prompt"'),

@@ -6,19 +6,18 @@ import pytest
 from busy_cores import busy, cores
 
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.tune.machine_load import UNDISTURBED, CpuTime, LoadMeter, busy_note
+from ppd_runtime.tune.machine_load import UNDISTURBED, LoadMeter, busy_note
 
 
 def test_computing_beside_others_is_noticed() -> None:
-    spent = CpuTime()
+    load = LoadMeter()
     with busy(cores()[0]), on_cores(cores()[:1]):
         for _ in range(5):
-            with spent.running():
+            with load.computing(threads=1):
                 end = time.perf_counter() + 0.1
                 while time.perf_counter() < end:
                     pass
-    assert 0 < spent.share < UNDISTURBED
-    assert spent.wall_s >= 0.5
+    assert 0 < load.share < UNDISTURBED
 
 
 def test_a_probe_notices_a_core_that_this_thread_does_not_use() -> None:
@@ -26,17 +25,17 @@ def test_a_probe_notices_a_core_that_this_thread_does_not_use() -> None:
     with busy(cores()[-1]), on_cores(cores()[:1]):
         for _ in range(5):
             load.probe()
-    assert load.computing.share == 1
     assert 0 < load.share < UNDISTURBED
 
 
 def test_nothing_counted_is_nothing_noticed() -> None:
-    load = LoadMeter((), threads=3)
+    load = LoadMeter()
     load.probe()
     assert load.share == 1
-    load.computing.add(cpu_s=1.5, wall_s=1.0)
+    load.add("one", cpu_s=1.5, usable_s=3.0)
+    load.add("another", cpu_s=9.0, usable_s=1.0)
     assert load.share == 0.5
-    load.computing.add(cpu_s=9.0, wall_s=0.5)
+    load.add("one", cpu_s=9.0, usable_s=1.0)
     assert load.share == 1
 
 

@@ -1,8 +1,8 @@
-"""Match rates against the pipeline's own exit head, token by token; ranges, intervals, and runs cut short."""
+"""Match rates against the pipeline's own exit head, token by token; ranges and first boundaries."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from models_for_tests import VOCAB_SIZE, load_stage
 
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.config import FORMATS
-from ppd_runtime.cost_model.tradeoff import read_match_rates
+from ppd_runtime.cost_model.match_rates import read_match_rates
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
@@ -22,16 +22,8 @@ from ppd_runtime.models.trained.heads import KINDS, load_head
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.tune import match_rates
-from ppd_runtime.tune.match_rate_report import MatchRateReport, position_ranges, summarise, wilson_interval
-from ppd_runtime.tune.match_rate_run import MatchRateRun
-from ppd_runtime.tune.match_rates import (
-    LOGITS,
-    SHARED_NOISE,
-    MatchRateMeter,
-    MatchRateSetting,
-    TextPlaces,
-    trained_head_meter,
-)
+from ppd_runtime.tune.match_rate_report import MatchRateReport, measured_report, position_ranges, summarise
+from ppd_runtime.tune.match_rates import LOGITS, SHARED_NOISE, MatchRateMeter, MatchRateSetting, trained_head_meter
 from ppd_runtime.tune.prompt_files import read_prompts
 
 ModelFolder = Callable[..., Path]
@@ -50,16 +42,15 @@ def setting_of(sampling: SamplingParams = GREEDY, **changes: object) -> MatchRat
     return MatchRateSetting(**(known | {"sampling": sampling} | changes))
 
 
-def run_on(folder: Path, sampling: SamplingParams = GREEDY, out: Path | None = None, **options: object) -> MatchRateRun:
-    ordinary = OrdinaryDecoding(str(folder), weights=options.pop("weights", None))
-    meter = MatchRateMeter(ordinary, setting_of(sampling))
-    return MatchRateRun(meter, options.pop("prompts", PROMPTS), out, **options)
-
-
-def report_on(folder: Path, sampling: SamplingParams = GREEDY, **options: object) -> MatchRateReport:
-    run = run_on(folder, sampling, **options)
-    run.measure_rest()
-    return run.report()
+def report_on(
+    folder: Path,
+    sampling: SamplingParams = GREEDY,
+    prompts: Sequence[str] = PROMPTS,
+    weights: str | None = None,
+    **changes: object,
+) -> MatchRateReport:
+    ordinary = OrdinaryDecoding(str(folder), weights=weights)
+    return measured_report(MatchRateMeter(ordinary, setting_of(sampling, **changes)), prompts)
 
 
 def generated(folder: Path, sampling: SamplingParams) -> Iterator[tuple[list[int], tuple[int, ...], SamplingParams]]:
@@ -131,7 +122,7 @@ def test_rates_of_a_trained_head_are_the_pipelines(
         named = trained.candidates(stage.run(0, 2, inputs, stage.length(0)), history, max(KS))
         places.append(named.index(token) if token in named else max(KS))
         history, inputs = [*history, token], [token]
-    assert text.places[LOGITS if sampling.greedy else SHARED_NOISE] == [places]
+    assert text[LOGITS if sampling.greedy else SHARED_NOISE] == [places]
     with pytest.raises(ValueError, match="was trained for layer 2 .*not for layers 1, 3"):
         trained_head_meter(ordinary, setting_of(sampling), head)
 
@@ -142,10 +133,7 @@ def test_first_boundaries_are_those_of_the_pipelines_exit_heads(
 ) -> None:
     """Token by token: the first of several boundaries whose candidates hold it."""
     folder, cuts = model_folder("llama"), ((2,), (1, 3), (1, 2, 3))
-    meter = MatchRateMeter(OrdinaryDecoding(str(folder)), setting_of(sampling, cuts=cuts))
-    run = MatchRateRun(meter, PROMPTS)
-    run.measure_rest()
-    report = run.report()
+    report = report_on(folder, sampling, cuts=cuts)
     for row, (places, k) in itertools.product(report.first_boundaries[report.setting.rankings[0]], enumerate(KS)):
         expected = [0] * (len(row.cuts) + 1)
         for named in candidates_token_by_token(folder, sampling, k):
@@ -173,7 +161,7 @@ def candidates_token_by_token(folder: Path, sampling: SamplingParams, k: int) ->
 
 
 def test_first_boundaries_of_given_places() -> None:
-    text = TextPlaces({LOGITS: [[0, 1, 5, 5], [5, 0, 2, 5], [0, 0, 0, 5]]}, 1.0, 0.5)
+    text = {LOGITS: [[0, 1, 5, 5], [5, 0, 2, 5], [0, 0, 0, 5]]}
     report = summarise("m", "float32", setting_of(SamplingParams(16), cuts=((1, 2, 3), (3,))), [text, text])
     (one, all_three) = report.first_boundaries[LOGITS]
     assert (one.cuts, all_three.cuts) == ((3,), (1, 2, 3))
@@ -210,15 +198,12 @@ def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, mon
     whole = report_on(model_folder("llama"), SAMPLED[0])
     monkeypatch.setattr(match_rates, "_ROWS", 3)
     in_blocks = report_on(model_folder("llama"), SAMPLED[0])
-    assert without_times(whole) == without_times(in_blocks)
+    assert whole.as_dict() == in_blocks.as_dict()
 
 
 def test_a_subset_of_layers_and_ks_gives_the_same_rates(model_folder: ModelFolder) -> None:
     whole = report_on(model_folder("llama"))
-    meter = MatchRateMeter(OrdinaryDecoding(str(model_folder("llama"))), setting_of(exit_layers=(3, 2), ks=(3,)))
-    run = MatchRateRun(meter, PROMPTS)
-    run.measure_rest()
-    part = run.report().runtime_rates
+    part = report_on(model_folder("llama"), exit_layers=(3, 2), ks=(3,)).runtime_rates
     assert part.exit_layers == (2, 3)
     assert [part.rate(layer, 3) for layer in (2, 3)] == [whole.runtime_rates.rate(layer, 3) for layer in (2, 3)]
 
@@ -238,8 +223,8 @@ def test_other_exit_heads_plug_in(model_folder: ModelFolder) -> None:
     text = meter.measure([40, 7, 291], seed=0)
     tokens = ordinary.generate([40, 7, 291], max_new_tokens=NEW_TOKENS).token_ids
     assert asked == [((NEW_TOKENS, 32), layer) for layer in (1, 2, 3)]
-    assert text.places[LOGITS][0] == [{7: 0, 8: 1}.get(token, 2) for token in tokens]
-    assert text.places[LOGITS][2] == [{8: 0, 7: 1}.get(token, 2) for token in tokens]
+    assert text[LOGITS][0] == [{7: 0, 8: 1}.get(token, 2) for token in tokens]
+    assert text[LOGITS][2] == [{8: 0, 7: 1}.get(token, 2) for token in tokens]
 
 
 def test_places_follow_the_pipelines_order_among_equals() -> None:
@@ -269,14 +254,13 @@ def test_ranges_sum_up_to_the_whole(model_folder: ModelFolder) -> None:
 
 
 def test_hits_are_counted_in_the_range_where_they_are() -> None:
-    text = TextPlaces({LOGITS: [[0, 1, 5], [5, 0, 0]]}, 1.0, 0.5)
-    short = TextPlaces({LOGITS: [[2], [5]]}, 1.0, 0.0)
+    text = {LOGITS: [[0, 1, 5], [5, 0, 0]]}
+    short = {LOGITS: [[2], [5]]}
     report = summarise("m", "float32", setting_of(SamplingParams(16), exit_layers=(1, 2)), [text, short])
     first, second = report.by_position[LOGITS].values()
     assert (first.comparisons, second.comparisons) == (3, 1)
     assert [first.rate(1, k) for k in KS] == [1 / 3, 1, 1]
     assert [second.rate(1, 5), second.rate(2, 1)] == [0, 1]
-    assert report.cost_ratio == 1.25
 
 
 @pytest.mark.parametrize(
@@ -291,13 +275,6 @@ def test_ranges_are_those_of_tables_6_to_8(
     assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(ranges))
 
 
-def test_wilson_intervals() -> None:
-    assert wilson_interval(0, 10) == pytest.approx((0, 0.2775), abs=1e-4)
-    assert wilson_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998, table I
-    assert wilson_interval(7, 7)[1] == pytest.approx(1)
-
-
 def test_the_file_is_what_the_cost_model_reads(model_folder: ModelFolder, tmp_path: Path) -> None:
     report = report_on(model_folder("llama"), SAMPLED[0])
     (tmp_path / "rates.json").write_text(json.dumps(report.as_dict()))
@@ -305,77 +282,16 @@ def test_the_file_is_what_the_cost_model_reads(model_folder: ModelFolder, tmp_pa
     assert rates.rates == {(layer, k): report.overall[SHARED_NOISE].rate(layer, k) for layer in (1, 2, 3) for k in KS}
 
 
-def without_times(report: MatchRateReport) -> dict[str, object]:
-    return {name: value for name, value in report.as_dict().items() if name != "cost"}
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("cut_short", [False, True])
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    model_folder: ModelFolder, tmp_path: Path, sampling: SamplingParams, cut_short: bool
-) -> None:
-    folder, out = model_folder("llama"), tmp_path / "rates.json"
-    interrupted = run_on(folder, sampling, out)
-
-    def interrupt(done: float) -> None:
-        if done > 1.5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.measure_rest(interrupt)
-    assert interrupted.num_done == 1
-    partial = tmp_path / "rates.json.partial.jsonl"
-    if cut_short:
-        partial.write_bytes(partial.read_bytes() + b'{"number": 1, "sha')
-    resumed = run_on(folder, sampling, out, resume=True)
-    assert resumed.num_done == 1
-    steps: list[float] = []
-    resumed.measure_rest(steps.append)
-    assert without_times(resumed.report()) == without_times(report_on(folder, sampling))
-    assert steps == sorted(steps)
-    assert (steps[0] > 1, steps[-1]) == (True, 3)
-    assert len(partial.read_text().splitlines()) == 4
-    resumed.partial.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unfinished_run_is_not_lost_by_mistake(model_folder: ModelFolder, tmp_path: Path) -> None:
-    folder, out = model_folder("llama"), tmp_path / "rates.json"
-    run_on(folder, out=out)
-    run_on(folder, out=out).measure_rest()  # nothing was measured before it
-    kept = (tmp_path / "rates.json.partial.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="keeps 3 prompts of an unfinished run: resume it, or delete it"):
-        run_on(folder, out=out)
-    with pytest.raises(ValueError, match=r"measured with sampling=.*not .*: resume with the same settings"):
-        run_on(folder, SAMPLED[0], out, resume=True)
-    with pytest.raises(ValueError, match="measured with weights='floats', not 'int8': resume with the same settings"):
-        run_on(folder, out=out, resume=True, weights="int8")
-    with pytest.raises(ValueError, match="measured on other prompts"):
-        run_on(folder, out=out, resume=True, prompts=("Another", *PROMPTS[1:]))
-    with pytest.raises(ValueError, match="measured on other prompts"):
-        run_on(folder, out=out, resume=True, prompts=PROMPTS[:2])
-    assert (tmp_path / "rates.json.partial.jsonl").read_bytes() == kept
-    assert run_on(folder, out=out, resume=True, prompts=(*PROMPTS, "More")).num_done == 3
-
-
-@pytest.mark.parametrize("broken", ["{", "[1]", '{"number": 0}', '{"number": 0, "sha256": "", "text": {"a": 1}}'])
-def test_a_broken_file_of_results_is_refused(model_folder: ModelFolder, tmp_path: Path, broken: str) -> None:
-    folder, out = model_folder("llama"), tmp_path / "rates.json"
-    run_on(folder, out=out).measure_rest()
-    partial = tmp_path / "rates.json.partial.jsonl"
-    partial.write_text(partial.read_text() + broken + "\n")
-    with pytest.raises(ValueError, match="not a result; delete the file and measure again"):
-        run_on(folder, out=out, resume=True)
-
-
 def test_prompts_too_long_for_the_model_are_skipped(model_folder: ModelFolder) -> None:
     folder = model_folder("llama")
     fitting = "x" * (512 - NEW_TOKENS)
     assert len(load_tokenizer(describe(str(folder))).encode(fitting)) == len(fitting)
-    run = run_on(folder, prompts=("x" + fitting, fitting, PROMPTS[0]))
-    assert (run.num_prompts, run.skipped_prompts) == (2, 1)
+    told: list[tuple[int, int]] = []
+    meter = MatchRateMeter(OrdinaryDecoding(str(folder)), setting_of())
+    report = measured_report(meter, ("x" + fitting, fitting, PROMPTS[0]), lambda *done: told.append(done))
+    assert (report.num_prompts, report.skipped_prompts, told) == (2, 1, [(1, 2), (2, 2)])
     with pytest.raises(ValueError, match=r"none of the 1 prompts and max_new_tokens=10 fit the model's 512 positions"):
-        run_on(folder, prompts=("x" + fitting,))
+        report_on(folder, prompts=("x" + fitting,))
 
 
 @pytest.mark.parametrize(
@@ -395,11 +311,6 @@ def test_prompts_too_long_for_the_model_are_skipped(model_folder: ModelFolder) -
 def test_settings_are_checked(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         setting_of(**changes)
-
-
-def test_nothing_measured_is_no_report(model_folder: ModelFolder) -> None:
-    with pytest.raises(ValueError, match="no prompt was measured"):
-        run_on(model_folder("llama")).report()
 
 
 def test_the_shipped_prompts() -> None:

@@ -1,12 +1,15 @@
 """What a plan advises, and which layouts it measures; nothing here runs a model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from ppd_runtime.tune.comparison.figures import Agreement, Pair, TextRun
+from ppd_runtime.results import Stats
+from ppd_runtime.tune.compare import Pair, Text
 from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, layout_figures
-from ppd_runtime.tune.plan import Conditions, made_plan
+from ppd_runtime.tune.plan import made_plan
 from ppd_runtime.tune.verdict import Candidate, verdict
 
 STAGES = Candidate("2 stages", 6.0, 1.5, 1.8, command="ppd generate --stages 2")
@@ -77,8 +80,10 @@ def test_a_layout_is_asked_for_by_its_options() -> None:
 
 def pair(ordinary_s: float, own_s: float, equal: int = 11) -> Pair:
     """A text of eleven tokens that take so long behind the first."""
-    ordinary, own = (TextRun(11, 1 + 10 * step, 1.0, predicted_ratio=0.5) for step in (ordinary_s, own_s))
-    return Pair(ordinary, own, Agreement(equal, 11))
+    ordinary, own = (Text(tuple(range(11)), 1 + 10 * step, 1.0) for step in (ordinary_s, own_s))
+    stats = SimpleNamespace(speculation=None, first_boundary=(10, 0), predicted_ratio=0.5)
+    tokens = (*range(equal), *[99] * (11 - equal))
+    return Pair(ordinary, replace(own, token_ids=tokens, stats=cast(Stats, stats)))
 
 
 def test_figures_are_medians_of_the_texts_own() -> None:
@@ -93,7 +98,18 @@ def test_figures_are_medians_of_the_texts_own() -> None:
     assert not layout_figures(layout, [pair(0.010, 0.005, equal=4)]).identical
 
 
-KNOWN = Conditions("m", 12, "float32", "floats", "cpu", 2, 1, False, 3, 64, 0.0, 8.0, "a machine")
+KNOWN = {
+    "model": "m",
+    "num_layers": 12,
+    "dtype": "float32",
+    "weights": "floats",
+    "compiled": False,
+    "devices": 2,
+    "device": "cpu",
+    "threads": 1,
+    "exit_head": "shared",
+    "seconds": 8.0,
+}
 
 
 def measured(name: str, speedup: float, identical: bool = True, processes: int = 2) -> LayoutFigures:
@@ -104,7 +120,7 @@ def measured(name: str, speedup: float, identical: bool = True, processes: int =
 
 def test_a_plan_ranks_and_advises() -> None:
     found = made_plan(KNOWN, [measured("2 stages", 1.3), measured("2 threads", 1.5, processes=1)], {})
-    assert [row.layout.name for row in found.layouts] == ["2 threads", "2 stages"]
+    assert [row["name"] for row in found.as_dict()["layouts"]] == ["2 threads", "2 stages"]
     assert found.verdict.best == "2 threads"
     assert "(ppd generate --model m --method autoregressive --threads 2)" in found.verdict.text
     (busy,) = found.cautions
@@ -112,7 +128,7 @@ def test_a_plan_ranks_and_advises() -> None:
 
 
 def test_trained_exits_are_part_of_the_command() -> None:
-    found = made_plan(replace(KNOWN, exit_head="heads"), [measured("2 stages", 1.3)], {})
+    found = made_plan(KNOWN | {"exit_head": "heads"}, [measured("2 stages", 1.3)], {})
     assert found.verdict.text.endswith("(ppd generate --model m --stages 2 --exit-head heads)")
 
 
@@ -125,12 +141,12 @@ def test_a_layout_with_other_tokens_is_named_and_not_advised() -> None:
 @pytest.mark.parametrize(
     ("known", "left_out", "text"),
     [
-        (replace(KNOWN, devices=1), {}, "don't: a layout needs two CPU cores at least, and there is 1"),
-        (replace(KNOWN, devices=1, device="cuda"), {}, "don't: a layout needs two GPUs at least, and there is 1"),
+        (KNOWN | {"devices": 1}, {}, "don't: a layout needs two CPU cores at least, and there is 1"),
+        (KNOWN | {"devices": 1, "device": "cuda"}, {}, "don't: a layout needs two GPUs at least, and there is 1"),
         (KNOWN, {"2 stages": "no room"}, "don't: no layout could be measured here"),
     ],
 )
-def test_without_figures_the_reason_is_told(known: Conditions, left_out: dict[str, str], text: str) -> None:
+def test_without_figures_the_reason_is_told(known: dict[str, object], left_out: dict[str, str], text: str) -> None:
     found = made_plan(known, [], left_out)
     assert found.verdict.text == text
     assert list(found.cautions) == [f"{name} was left out: {reason}" for name, reason in left_out.items()]

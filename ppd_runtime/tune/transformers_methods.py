@@ -18,23 +18,20 @@ from ppd_runtime.methods.early_exit import check_exit_layer
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import errors_only, no_progress_bar
 from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
-from ppd_runtime.tune.comparison.figures import Drafting, TextRun
+from ppd_runtime.tune.compare import CannotDecodeError, Drafting, Text
+from ppd_runtime.tune.match_rates import cpu_threads
 
 Arguments = dict[str, Any]
 """What `generate` is called with."""
 
 
-class TransformersFailedError(RuntimeError):
-    """Transformers cannot decode this model so, whatever the reason."""
-
-
-def early_exit_arguments(
+def _early_exit(
     info: ModelInfo,
     exit_layer: int | None = None,
     num_assistant_tokens: int = 20,
     assistant_confidence_threshold: float = 0.4,
 ) -> Arguments:
-    """`generate`'s arguments for drafts after a layer; the defaults are transformers', the layer is LayerSkip's."""
+    """Drafts after a layer; the defaults are transformers', the layer is LayerSkip's."""
     check_whole("num_assistant_tokens", num_assistant_tokens, 1)
     check_share("assistant_confidence_threshold", assistant_confidence_threshold)
     return {
@@ -44,35 +41,26 @@ def early_exit_arguments(
     }
 
 
-def prompt_lookup_arguments(
-    info: ModelInfo, prompt_lookup_num_tokens: int = 10, max_matching_ngram_size: int = 2
-) -> Arguments:
-    """`generate`'s arguments for drafts out of the text so far; the numbers are transformers' documentation's."""
+def _prompt_lookup(info: ModelInfo, prompt_lookup_num_tokens: int = 10, max_matching_ngram_size: int = 2) -> Arguments:
+    """Drafts out of the text so far; the numbers are transformers' documentation's."""
     check_whole("prompt_lookup_num_tokens", prompt_lookup_num_tokens, 1)
     check_whole("max_matching_ngram_size", max_matching_ngram_size, 1)
-    return {
-        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
-        "max_matching_ngram_size": max_matching_ngram_size,
-    }
+    return {"prompt_lookup_num_tokens": prompt_lookup_num_tokens, "max_matching_ngram_size": max_matching_ngram_size}
 
 
-def _checked(method: str, arguments: Callable[..., Arguments]) -> Callable[[Mapping[str, Any], ModelInfo], Arguments]:
-    known = list(inspect.signature(arguments).parameters)[1:]
-
-    def check(settings: Mapping[str, Any], info: ModelInfo) -> Arguments:
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ValueError(f"{method} has no setting {unknown[0]!r}: it has {', '.join(known)}")
-        return arguments(info, **settings)
-
-    return check
-
-
-TRANSFORMERS_METHODS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], Arguments]] = {
-    "assistant_early_exit": _checked("assistant_early_exit", early_exit_arguments),
-    "prompt_lookup": _checked("prompt_lookup", prompt_lookup_arguments),
+TRANSFORMERS_METHODS: Mapping[str, Callable[..., Arguments]] = {
+    "assistant_early_exit": _early_exit,
+    "prompt_lookup": _prompt_lookup,
 }
-"""(settings, model) → `generate`'s arguments; ValueError for settings that cannot work."""
+
+
+def generate_arguments(method: str, settings: Mapping[str, Any], info: ModelInfo) -> Arguments:
+    """`generate`'s arguments for one of `TRANSFORMERS_METHODS`; raises ValueError for settings that cannot work."""
+    known = list(inspect.signature(TRANSFORMERS_METHODS[method]).parameters)[1:]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ValueError(f"{method} has no setting {unknown[0]!r}: it has {', '.join(known)}")
+    return TRANSFORMERS_METHODS[method](info, **settings)
 
 
 def load_whole(info: ModelInfo, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -83,27 +71,25 @@ def load_whole(info: ModelInfo, dtype: str, device: torch.device) -> PreTrainedM
 
 
 class TransformersMethod:
-    """Greedy `generate` with arguments of `TRANSFORMERS_METHODS`; a model may serve several."""
+    """Greedy `generate` with arguments of `generate_arguments` and so many threads; a model may serve several."""
 
-    def __init__(self, model: PreTrainedModel, info: ModelInfo, arguments: Arguments) -> None:
+    def __init__(self, model: PreTrainedModel, info: ModelInfo, arguments: Arguments, threads: int) -> None:
+        self.threads = threads
         self._model, self._depth, self._arguments = model, info.num_layers, arguments
         self._eos_token_ids = sorted(info.eos_token_ids) or None
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[tuple[int, ...], TextRun]:
-        """The new tokens, and what they took.
-
-        Raises:
-            TransformersFailedError: saying why it cannot.
-        """
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Text:
+        """Continue a prompt; raises `CannotDecodeError` saying why it cannot."""
         watch = _Watch(self._model, self._depth)
         try:
-            output = self._generate(prompt_ids, params, watch)
+            with cpu_threads(self.threads):
+                output = self._generate(prompt_ids, params, watch)
         except Exception as error:  # the library raises all kinds
             reason = " ".join(str(error).split())[:200]
-            raise TransformersFailedError(f"{type(error).__name__}: {reason}") from error
+            raise CannotDecodeError(f"{type(error).__name__}: {reason}") from error
         finally:
             self._model.config.num_hidden_layers = self._depth  # an early exit that fails leaves its own
-        return tuple(output[0, len(prompt_ids) :].tolist()), watch.run()
+        return watch.text(tuple(output[0, len(prompt_ids) :].tolist()))
 
     def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, watch: "_Watch") -> Tensor:
         # Drafting settings come from the model's own configuration, generation settings from the call's.
@@ -159,8 +145,8 @@ class _Watch:
     def end(self) -> None:
         """Called by `generate` last."""
 
-    def run(self) -> TextRun:
-        """The run as seen. The first pass is the prompt's; it also verifies a draft, which is not counted."""
+    def text(self, token_ids: tuple[int, ...]) -> Text:
+        """The text as seen. The first pass is the prompt's; it also verifies a draft, which is not counted."""
         _, (first_at, first_tokens), *later = self._puts
         lengths = tuple(tokens for _, tokens in later)
         before = [first_at, *(at for at, _ in later)]
@@ -172,10 +158,4 @@ class _Watch:
             draft_s=sum(at - earlier for (at, _), earlier in zip(passes, before, strict=False)),
             verify_s=sum(put - at for (put, _), (at, _) in zip(later, passes, strict=True)),
         )
-        return TextRun(
-            new_tokens=first_tokens + sum(lengths),
-            latency_s=self._ended - self._began,
-            first_s=first_at - self._began,
-            first_tokens=first_tokens,
-            drafting=drafting,
-        )
+        return Text(token_ids, self._ended - self._began, first_at - self._began, first_tokens, drafting)

@@ -11,7 +11,7 @@ from ppd_runtime.methods.registry import SELF_SPECULATIVE, method_settings, open
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.settings import UnknownSettingError
-from ppd_runtime.tune.comparison.transformers_methods import TRANSFORMERS_METHODS
+from ppd_runtime.tune.transformers_methods import TRANSFORMERS_METHODS, generate_arguments
 
 BASELINE = "autoregressive"
 ALL = "all"
@@ -21,6 +21,10 @@ _PRESETS: Mapping[str, Sequence[str]] = {
 }
 """What "all" makes of a method, unless that is the method with its defaults. LayerSkip's own rule is constant length:
 with it, AdaSPEED's three rules make the comparison of that paper's Table I."""
+NAMES = (*METHODS, *TRANSFORMERS_METHODS)
+"""The methods that a row can be of."""
+PRESETS = tuple(label for name in NAMES for label in _PRESETS.get(name, (name,)))
+"""The labels that "all" stands for."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
 _FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config")
@@ -39,24 +43,6 @@ class MethodRow:
     """Whether it was asked for by name, not by "all"."""
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A row of "all" that cannot be measured here."""
-
-    label: str
-    reason: str
-
-
-def names() -> tuple[str, ...]:
-    """The methods that a row can be of."""
-    return (*METHODS, *TRANSFORMERS_METHODS)
-
-
-def presets() -> tuple[str, ...]:
-    """The labels that "all" stands for."""
-    return tuple(label for name in names() for label in _PRESETS.get(name, (name,)))
-
-
 def parse_rows(text: str) -> list[MethodRow]:
     """The rows of a text, each once, with ordinary decoding first in any case.
 
@@ -66,7 +52,7 @@ def parse_rows(text: str) -> list[MethodRow]:
     labels = [part.strip() for part in text.split(",")]
     rows = [_row(label) for label in labels if label != ALL]
     if ALL in labels:
-        rows += [replace(_row(label), required=False) for label in presets()]
+        rows += [replace(_row(label), required=False) for label in PRESETS]
     found: dict[str, MethodRow] = {BASELINE: _row(BASELINE)}
     for row in rows:
         found.setdefault(row.label, row)
@@ -75,13 +61,13 @@ def parse_rows(text: str) -> list[MethodRow]:
 
 def check_rows(
     rows: Sequence[MethodRow], info: ModelInfo, sampling: SamplingParams
-) -> tuple[list[MethodRow], list[LeftOut]]:
-    """The rows that the model can be decoded with, and those of "all" that it cannot; nothing is started.
+) -> tuple[list[MethodRow], dict[str, str]]:
+    """The rows that the model can be decoded with, and why it cannot with others of "all"; nothing is started.
 
     Raises:
         ValueError: for a row asked for by name that the model lacks something for, or whose settings cannot work.
     """
-    kept, left_out = [], []
+    kept, left_out = [], {}
     for row in rows:
         try:
             _check(row, info, sampling)
@@ -89,7 +75,7 @@ def check_rows(
         except (ValueError, TypeError) as error:
             if row.required:
                 raise ValueError(f"{row.label}: {error}") from error
-            left_out.append(LeftOut(row.label, str(error)))
+            left_out[row.label] = str(error)
     return kept, left_out
 
 
@@ -100,8 +86,8 @@ def full_settings(row: MethodRow) -> dict[str, Any]:
 
 def _row(label: str) -> MethodRow:
     method, colon, settings = label.partition(":")
-    if method not in names():
-        raise ValueError(f"method {method!r}: choose among {', '.join((ALL, *names()))}")
+    if method not in NAMES:
+        raise ValueError(f"method {method!r}: choose among {', '.join((ALL, *NAMES))}")
     return MethodRow(label, method, dict(_setting(label, part) for part in settings.split(";")) if colon else {})
 
 
@@ -125,7 +111,7 @@ def _check(row: MethodRow, info: ModelInfo, sampling: SamplingParams) -> None:
             raise ValueError(f"transformers has no products with {info.weights} weights as they are here: leave it out")
         if not sampling.greedy:
             raise ValueError("transformers draws its samples otherwise, so it is compared greedily: leave it out")
-        TRANSFORMERS_METHODS[row.method](row.settings, info)
+        generate_arguments(row.method, row.settings, info)
     elif row.method in SELF_SPECULATIVE:
         with _known_in_rows():
             chosen, _ = method_settings(row.method, row.settings)

@@ -1,1 +1,0 @@
-"""Every way of decoding beside ordinary decoding, on the same prompts, in turn."""
