@@ -59,6 +59,8 @@ class Attack:
     refused: dict[str, str] = field(default_factory=dict)
     """By method, why it is refused."""
     runs: int = 0
+    _texts: dict[str, list[int]] = field(default_factory=dict)
+    """Ordinary decoding's, by what was asked."""
 
     @staticmethod
     def on(specimen: Specimen, folder: Path, dtype: str = "float32", new_tokens: int = NEW_TOKENS) -> "Attack":
@@ -91,24 +93,32 @@ class Attack:
                 text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
             self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
 
-    def against_ordinary(self, prompts: Sequence[list[int]], layouts: Sequence[str], methods: Sequence[str]) -> None:
+    def against_ordinary(
+        self,
+        prompts: Sequence[list[int]],
+        layouts: Sequence[str],
+        methods: Sequence[str],
+        samplings: Sequence[dict[str, Any]] = ({}, SAMPLED),
+    ) -> None:
         """Every layout's and method's tokens are ordinary decoding's, greedy and sampled."""
-        for prompt in prompts:
-            for sampling in ({}, SAMPLED):
-                expected = self._expected(prompt, sampling)
-                for layout in layouts:
-                    self._compare(layout, prompt, sampling, self._by_layout(layout, prompt, sampling), expected)
+        asked = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+        for layout in layouts:
+            for one in asked:
+                self._compare(layout, *one, self._by_layout(layout, *one), self._expected(*one))
         for name in methods:
             if method := self._method(name):
-                for prompt in prompts:
-                    for sampling in ({}, SAMPLED):
-                        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
-                        got = list(method.generate(prompt, **asked).token_ids)
-                        self._compare(name, prompt, sampling, got, self._expected(prompt, sampling))
+                for one in asked:
+                    self._compare(name, *one, self._generated(method, *one), self._expected(*one))
 
     def _expected(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+        asked = str((prompt, sampling))
+        if asked not in self._texts:
+            self._texts[asked] = self._generated(self.ordinary, prompt, sampling)
+        return self._texts[asked]
+
+    def _generated(self, generator: Any, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
-        return list(self.ordinary.generate(prompt, **asked).token_ids)
+        return list(generator.generate(prompt, **asked).token_ids)
 
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, **sampling)
