@@ -10,10 +10,9 @@ from grids import nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_check.automaton import NOTHING, Automaton
-from model_check.cases import QUICK, Case, ahead, one_sub, several
+from model_check.cases import LONGER, QUICK, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
 from model_check.search import (
-    Bounds,
     Counterexample,
     Explored,
     Search,
@@ -22,7 +21,7 @@ from model_check.search import (
     fair_moves,
     moves_behind,
 )
-from model_check.staged_cases import REFINED, TWO_STAGES, stages
+from model_check.staged_cases import TWO_STAGES, stages
 from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
@@ -43,10 +42,9 @@ def kept_search(case: Case) -> tuple[System, Explored]:
     return case.search()
 
 
-_LONGER = Case("two subs, a fault, two deviations", several(3, 2, 2, 1, 2, 0), 1, Bounds(deviations=2))
-
-
-@pytest.mark.parametrize("case", [*QUICK, pytest.param(_LONGER, marks=nightly)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=nightly) for case in LONGER)], ids=lambda case: case.name
+)
 def test_every_interleaving(case: Case) -> None:
     _, explored = (kept_search if case in _MERGED else Case.search)(case)
     print(explored)
@@ -197,7 +195,7 @@ def test_without_a_mistake_none_is_found() -> None:
         assert case.search()[1].is_complete
 
 
-_MERGED = (_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT, TWO_STAGES, REFINED)
+_MERGED = (_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT, TWO_STAGES)
 
 
 @pytest.mark.parametrize("case", _MERGED, ids=lambda case: case.name)
@@ -256,7 +254,7 @@ def _readable(system: System, state: State) -> str:
     rests=st.booleans(),
     surprises=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10**6)), max_size=30),
 )
-@settings(max_examples=EXAMPLES or 40, deadline=None, derandomize=not EXAMPLES, print_blob=True)
+@settings(max_examples=EXAMPLES or 20, deadline=None, derandomize=not EXAMPLES, print_blob=True)
 def test_many_surprises(layout, pattern, tokens, runs_ahead, rests, surprises) -> None:
     """Longer texts and more processes, in fair order but for as many faults and odd turns as you like."""
     k, workers = layout
