@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from two_texts import texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
 from ppd_runtime.models.build import load_stage
@@ -17,19 +18,6 @@ from ppd_runtime.models.native.packing import as_floats
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.layer_range import LayerRange
-
-PROMPTS = ("a fox", "word1 word2 word3")
-SAMPLINGS = ({}, {"temperature": 0.9, "seed": 5})
-
-
-def texts(decoding) -> list[tuple[int, ...]]:
-    """What two prompts give, greedy and sampled."""
-    settings = {"max_new_tokens": 12, "ignore_eos": True}
-    return [
-        tuple(decoding.generate(prompt, **settings, **sampling).token_ids)
-        for prompt in PROMPTS
-        for sampling in SAMPLINGS
-    ]
 
 
 @pytest.mark.parametrize(
