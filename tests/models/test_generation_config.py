@@ -21,7 +21,7 @@ from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
 
 ModelFolder = Callable[..., Path]
-PROMPT, NEW = "def read_lines(path):\n", 32
+PROMPT, NEW = "def read_lines(path):\n", 24
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ FIELDS: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
     "many": lambda text: {
         "repetition_penalty": 1.05,
         "no_repeat_ngram_size": 3,
-        "min_new_tokens": 30,
+        "min_new_tokens": 20,
         "suppress_tokens": [text[2]],
         "begin_suppress_tokens": [text[0]],
         "bad_words_ids": [[text[1]]],

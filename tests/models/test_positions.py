@@ -173,7 +173,7 @@ def test_long_texts_are_the_librarys(folder: str) -> None:
 def test_layouts_run_long_texts(folder: str, layout: dict[str, int]) -> None:
     """In stages several at once."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
-    asked = [(prompt, sampling) for prompt in prompts(LENGTHS[:3]) for sampling in ({}, SAMPLED)]
+    asked = list(zip(prompts(LENGTHS[:3]), ({}, SAMPLED, {}), strict=True))
     expected = [tokens_of(ordinary, *one) for one in asked]
     with PPDRuntime(folder, transport="local", dtype="float32", **layout) as runtime, ThreadPoolExecutor(3) as callers:
         assert list(callers.map(lambda one: tokens_of(runtime, *one), asked)) == expected

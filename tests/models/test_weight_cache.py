@@ -18,6 +18,7 @@ from compilers import needs_compiler
 from damage import WAYS, clear
 from disks import disk, read_only
 from filelock import FileLock
+from grids import pairs_first
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -111,9 +112,10 @@ def test_rounded_copies(path: Path) -> None:
     assert copy != copy_of(path)
 
 
-@pytest.mark.parametrize("dtype", [NARROW, torch.float16, WIDE])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "stored", "dtype"),
+    pairs_first(["llama", "gemma2", "glm4_moe", "gpt_oss"], ["float32", "bfloat16"], [NARROW, torch.float16, WIDE]),
+)
 def test_a_model_has_the_numbers_that_the_library_gives_it(
     family: str, stored: str, dtype: torch.dtype, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -360,6 +362,7 @@ print(float(sum(tensor.double().sum() for _, tensor in map_tensors(copy))), flus
 """
 
 
+@pytest.mark.nightly
 def test_processes_that_find_it_damaged_together(tmp_path: Path) -> None:
     """One of them says so and makes it again, the other waits for that."""
     path = tmp_path / "large.safetensors"
@@ -437,24 +440,28 @@ def test_a_stage_holds_no_copy_of_its_own(dtype: torch.dtype) -> None:
     assert _own(model.parameters(), copies or {str(describe("demo").folder / "model.safetensors")}) == 0
 
 
+@pytest.fixture(scope="module")
+def code() -> dict[PassKind, tuple[Path, ...]]:
+    """Of the demo model's head, the quickest to make, in the folder that all tests share."""
+    made = compile_ahead(describe("demo"), torch.float32, "cpu", ())
+    return {PassKind.HEAD: made[PassKind.HEAD]}
+
+
 @needs_maps
 @needs_compiler
-@pytest.mark.parametrize("in_large", [True, False])
-def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.models.compiled.passes.in_large_pages", lambda _: in_large)
-    info = describe("demo")
-    code = {PassKind.HEAD: compile_ahead(info, torch.float32, "cpu", ())[PassKind.HEAD]}  # the quickest to make
-    stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._in_bfloat16.values()
-    assert half.dtype == torch.bfloat16
-    assert same_numbers(half, stage.model.lm_head.weight)
-    copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
-    assert len(copies) == 2
-    assert (_mapped_at(half.data_ptr()) in copies) == in_large
-    monkeypatch.setattr("ppd_runtime.models.compiled.passes.MOST_IN_OWN_PAGES", 0)
-    stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._in_bfloat16.values()
-    assert _mapped_at(half.data_ptr()) in copies, "a large model is shared whatever its pages"
+def test_compiled_code_reads_what_all_processes_share(code, monkeypatch: pytest.MonkeyPatch) -> None:
+    info, passes = describe("demo"), "ppd_runtime.models.compiled.passes"
+    for in_large, most_of_its_own, is_shared in ((True, None, True), (False, None, False), (False, 0, True)):
+        monkeypatch.setattr(f"{passes}.in_large_pages", lambda _, found=in_large: found)
+        if most_of_its_own is not None:  # a large model is shared whatever its pages
+            monkeypatch.setattr(f"{passes}.MOST_IN_OWN_PAGES", most_of_its_own)
+        stage = load_stage(info, 2, torch.float32, "cpu", code)
+        (half,) = stage._compiled._in_bfloat16.values()
+        assert half.dtype == torch.bfloat16
+        assert same_numbers(half, stage.model.lm_head.weight)
+        copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
+        assert len(copies) == 2
+        assert (_mapped_at(half.data_ptr()) in copies) == is_shared
 
 
 def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:
