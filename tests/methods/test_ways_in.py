@@ -329,8 +329,6 @@ def test_fewer_workers_than_candidates_need_float32(folder: str, dtype: str) -> 
         PPDRuntime(folder, k=3, workers=2, transport="local", dtype=dtype)
 
 
-
-
 @pytest.mark.parametrize("way", ["pipelined, k=3", "swift"])
 def test_a_result_is_json_ready(folder: str, way: str) -> None:
     with open_method(folder, **WAYS[way], dtype="float32") as method:
