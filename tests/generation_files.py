@@ -28,10 +28,11 @@ def _model_of(folder: Path) -> PreTrainedModel:
 
 def generated(folder: Path, prompt_ids: list[int], new: int) -> tuple[int, ...]:
     """By transformers' `generate`, greedily, as the folder says."""
-    model = _model_of((folder / "config.json").resolve().parent)
-    has_file = (folder / "generation_config.json").exists()
-    of_model = GenerationConfig.from_model_config(model.config)
-    model.generation_config = GenerationConfig.from_pretrained(folder) if has_file else of_model
+    if (folder / "generation_config.json").exists():  # all else is another folder's
+        model = _model_of((folder / "config.json").resolve().parent)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = torch.tensor([prompt_ids])
     with torch.inference_mode():
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=new)

@@ -162,8 +162,9 @@ def tokens_of(generator: Any, prompt: list[int], sampling: Mapping[str, Any] | N
 def test_long_texts_are_the_librarys(folder: str) -> None:
     """In any order: what a longer text left behind changes no shorter one."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
-    for prompt in (*prompts(LENGTHS), *prompts(LENGTHS)[::-1]):
-        assert tokens_of(ordinary, prompt) == by_the_library(folder, prompt), len(prompt)
+    asked = [(prompt, by_the_library(folder, prompt)) for prompt in prompts(LENGTHS)]
+    for prompt, expected in (*asked, *asked[::-1]):
+        assert tokens_of(ordinary, prompt) == expected, len(prompt)
     (longer,) = prompts([FACTOR * ORIGINAL - NEW_TOKENS + 1])
     with pytest.raises(ValueError, match="make 257, more than the model's 256 positions: shorten the prompt"):
         tokens_of(ordinary, longer)

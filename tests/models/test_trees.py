@@ -52,10 +52,9 @@ def test_every_path_is_what_it_is_alone(model_folder: ModelFolder, family: str, 
         assert close(got[:, path], one_by_one(stage, [TOKENS[node] for node in path], length))
 
 
-@pytest.mark.parametrize("path", [[0, 2, 4, 12], path_to(11, PARENTS)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_path_that_is_kept_is_what_is_seen_later(model_folder: ModelFolder, family: str, path: list[int]) -> None:
-    length = 2 * SLIDING_WINDOW
+def test_the_path_that_is_kept_is_what_is_seen_later(model_folder: ModelFolder, family: str) -> None:
+    length, path = 2 * SLIDING_WINDOW, path_to(11, PARENTS)
     end = length + len(path)
     alone, tree = (begun(load_stage(model_folder(family)), length) for _ in range(2))
     one_by_one(alone, [TOKENS[node] for node in path], length)
