@@ -10,7 +10,7 @@ from grids import nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_check.automaton import NOTHING, Automaton
-from model_check.cases import LONGER, QUICK, Case, ahead, one_sub, several
+from model_check.cases import LONGER, QUICK, RUN_AHEAD_TWICE, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
 from model_check.search import (
     Counterexample,
@@ -175,14 +175,18 @@ MUTANTS = (
     (SubProcess, "_start_candidates", _again_on_top, _FAULT),
     (RunAheadSubProcess, "_go_on_from", _chain_kept, Case("", ahead(3, 0, 1))),
     (RunAheadSubProcess, "_ask", _nobody_asks, _QUICK["run ahead comes back after a fault"]),
-    (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, _QUICK["run ahead, two faults, a deviation"]),
+    (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, RUN_AHEAD_TWICE),
     (RequestClient, "_is_next", _any_position, _FAULT),
     (RequestClient, "_finish", _whatever_came, _FAULT),
     (Worker, "_dispatch", _any_request, _QUICK["one sub, two requests, a fault"]),
 )
 
 
-@pytest.mark.parametrize(("owner", "name", "mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "case"),
+    [pytest.param(*mutant, marks=nightly if mutant[-1] in LONGER else ()) for mutant in MUTANTS],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant, case) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(Counterexample) as found:
@@ -191,7 +195,7 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant
 
 
 def test_without_a_mistake_none_is_found() -> None:
-    for case in {case for *_, case in MUTANTS} - set(QUICK):  # those are searched above
+    for case in {case for *_, case in MUTANTS} - {*QUICK, *LONGER}:  # those are searched above
         assert case.search()[1].is_complete
 
 
