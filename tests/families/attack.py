@@ -10,7 +10,7 @@ import torch
 from families.specimens import BORDER, MOST_POSITIONS, Specimen
 from models_for_tests import VOCAB_SIZE, build_tokenizer
 from pipeline_runs import Bench, Decoded
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.checks import even_cuts
@@ -53,6 +53,8 @@ class Attack:
 
     specimen: Specimen
     folder: Path
+    model: PreTrainedModel
+    """What was saved."""
     dtype: str = "float32"
     new_tokens: int = NEW_TOKENS
     differences: list[str] = field(default_factory=list)
@@ -65,10 +67,11 @@ class Attack:
     @staticmethod
     def on(specimen: Specimen, folder: Path, dtype: str = "float32", new_tokens: int = NEW_TOKENS) -> "Attack":
         """Save the specimen; ValueError where it is refused."""
-        specimen.build().to(getattr(torch, dtype)).save_pretrained(folder)
+        model = specimen.build().to(getattr(torch, dtype))
+        model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         describe(str(folder))
-        return Attack(specimen, folder, dtype, new_tokens)
+        return Attack(specimen, folder, model, dtype, new_tokens)
 
     @cached_property
     def ordinary(self) -> OrdinaryDecoding:
@@ -87,10 +90,9 @@ class Attack:
 
     def against_transformers(self, prompts: Sequence[list[int]]) -> None:
         """Ordinary decoding's greedy tokens are those of `generate`."""
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype)).eval()
         for prompt in prompts:
             with torch.inference_mode():
-                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
+                text = self.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
             self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
 
     def against_ordinary(
@@ -137,7 +139,8 @@ class Attack:
     def _method(self, name: str) -> Any:
         try:
             settings = METHODS[name] | ({"adapter": self._adapter()} if name == "kangaroo" else {})
-            return open_method(str(self.folder), name.partition(",")[0], dtype=self.dtype, **settings)
+            settings = settings | {"dtype": self.dtype, "stage": self.ordinary.stage}
+            return open_method(str(self.folder), name.partition(",")[0], **settings)
         except ValueError as error:
             self.refused[name] = str(error)
             return None

@@ -38,6 +38,7 @@ class Parts:
     model: str
     adapter: Path
     probe: Path
+    ordinary: OrdinaryDecoding
 
     def settings(self, method: str) -> dict[str, object]:
         """A method's settings."""
@@ -53,10 +54,10 @@ class Parts:
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:
-        """The method, ready."""
-        return open_method(
-            self.model, method.split(",", maxsplit=1)[0], **{"dtype": "float32"} | self.settings(method) | others
-        )
+        """The method, ready; it shares ordinary decoding's weights where it may."""
+        shared = {} if others.keys() & {"dtype", "trace"} else {"stage": self.ordinary.stage}
+        settings = {"dtype": "float32"} | shared | self.settings(method) | others
+        return open_method(self.model, method.split(",", maxsplit=1)[0], **settings)
 
 
 WAYS = (
@@ -92,7 +93,8 @@ def _parts(model: Path, folder: Path) -> Parts:
         probe.direction.normal_(generator=torch.Generator().manual_seed(0))
     known = (folder, info.name, model_fingerprint(info), EXIT_LAYER, adapter.hidden_size, info.vocab_size, "")
     save_probe(folder / "probe", probe, ProbeInfo(*known), {})
-    return Parts(str(model), folder / "adapter", folder / "probe")
+    ordinary = OrdinaryDecoding(str(model), dtype="float32")
+    return Parts(str(model), folder / "adapter", folder / "probe", ordinary)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def _parts(model: Path, folder: Path) -> Parts:
 def test_tokens_are_ordinary_decodings(parts: Callable[..., Parts], way: str, family: str) -> None:
     """In float32, all of them; texts are longer than the windows. Greedy texts are in `test_ends`, too."""
     of_model = parts(family)
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
+    ordinary, method = of_model.ordinary, of_model.open(way)
     accepted = rejected = 0
     for prompt, sampling in [(PROMPTS[2], {}), *zip(PROMPTS, SAMPLED, strict=True)]:
         expected = ordinary.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
@@ -179,7 +181,7 @@ def test_the_adapter_reads_every_exit_state_once(parts: Callable[..., Parts]) ->
 def test_ends(parts: Callable[..., Parts], way: str, model_folder: ModelFolder) -> None:
     """Lengths within drafts, an eos within a draft, stop texts, a prompt at the position limit."""
     of_model = parts("llama")
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
+    ordinary, method = of_model.ordinary, of_model.open(way)
     expected = ordinary.generate(PROMPTS[0], max_new_tokens=11, ignore_eos=True).token_ids
     for length in (*range(1, 6), 11):
         asked = {"max_new_tokens": length, "ignore_eos": True}
@@ -206,7 +208,7 @@ def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., P
     """The same requests repeat. The same one again does where nothing is kept that the first one steered."""
     of_model = parts("qwen2")
     asked = {"max_new_tokens": 24, "ignore_eos": True}
-    expected = OrdinaryDecoding(of_model.model, dtype="float32").generate(PROMPTS[1], **asked).token_ids
+    expected = of_model.ordinary.generate(PROMPTS[1], **asked).token_ids
 
     def texts(*seeds: int) -> list[tuple[int, ...]]:
         method = of_model.open(way, acceptance="rejection")
@@ -223,7 +225,7 @@ def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., P
 def test_broken_off_streams_and_calls_at_once(parts: Callable[..., Parts], way: str) -> None:
     """Whatever came before, and with others waiting, a request's tokens are its own."""
     of_model, asked = parts("mistral"), {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.6}
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
+    ordinary, method = of_model.ordinary, of_model.open(way)
     expected = [ordinary.generate(PROMPTS[1], seed=seed, **asked).token_ids for seed in range(2)]
     for taken in (1, 7):
         stream = method.stream(PROMPTS[2], max_new_tokens=30, ignore_eos=True)

@@ -87,13 +87,13 @@ def test_greedy_tokens_are_transformers_generate_with_the_same_processors(
         output = model.generate(
             torch.tensor([PROMPT]),
             do_sample=False,
-            max_new_tokens=30,
+            max_new_tokens=45,
             repetition_penalty=1.1,
             logits_processor=[repeated(presence, frequency, len(PROMPT)), *processors],
         )
         result = ordinary.generate(
             PROMPT,
-            max_new_tokens=30,
+            max_new_tokens=45,
             repetition_penalty=1.1,
             presence_penalty=presence,
             frequency_penalty=frequency,
