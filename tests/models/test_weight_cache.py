@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +15,6 @@ import torch
 from compilers import needs_compiler
 from damage import WAYS, clear
 from disks import disk, read_only
-from filelock import FileLock
 from grids import pairs_first
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -26,7 +23,6 @@ import ppd_runtime.launch.startup
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import cache_folder
-from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.description import describe
@@ -233,15 +229,6 @@ def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypat
     assert list(cache_folder().glob("*.safetensors*")) == copies[:1]
 
 
-def test_a_maker_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = copy_of(path)
-    copy.unlink()
-    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.2)
-    with FileLock(copy.with_name(f"{copy.stem.partition('-')[0]}.lock")):
-        assert copy_of(path) is None
-    assert copy_of(path) == copy
-
-
 def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
 
@@ -318,13 +305,6 @@ def test_a_damaged_copy_is_named(tmp_path: Path, content: bytes) -> None:
         list(map_tensors(damaged))
 
 
-def test_a_copy_that_was_cut_short_is_named(path: Path) -> None:
-    copy = copy_of(path)
-    os.truncate(copy, copy.stat().st_size - 100)
-    with pytest.raises(ValueError, match="is damaged"):
-        list(map_tensors(copy))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_damaged_copy_gives_no_wrong_token(
     way: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
@@ -345,40 +325,6 @@ def test_a_damaged_copy_gives_no_wrong_token(
         caplog.clear()
     assert texts == texts[:1] * 3
     assert load_file(copy).keys() == load_file(model_folder("llama", dtype="bfloat16") / "model.safetensors").keys()
-
-
-_STARTS = """
-import sys, time
-from pathlib import Path
-import torch
-from ppd_runtime.models.checkpoint import weight_cache
-from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
-weight_cache.SETTLED_S = -1.0
-model = Path(sys.argv[1])
-print("imported", flush=True)
-sys.stdin.readline()
-(copy,) = kept_copies([model], torch.float32).values()
-print(float(sum(tensor.double().sum() for _, tensor in map_tensors(copy))), flush=True)
-"""
-
-
-@pytest.mark.nightly
-def test_processes_that_find_it_damaged_together(tmp_path: Path) -> None:
-    """One of them says so and makes it again, the other waits for that."""
-    path = tmp_path / "large.safetensors"
-    save_file({"a": torch.randn(6_000_000, generator=torch.manual_seed(0)).to(NARROW)}, path)
-    expected = float(load_file(path)["a"].double().sum())
-    clear(copy_of(path))
-    command, pipes = [sys.executable, "-c", _STARTS, str(path)], dict.fromkeys(("stdin", "stdout", "stderr"), -1)
-    starts = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    assert [start.stdout.readline() for start in starts] == ["imported\n"] * 2
-    for start in starts:
-        start.stdin.write("go\n")
-        start.stdin.flush()
-    outcomes = [start.communicate(timeout=100) for start in starts]
-    assert [float(said) for said, _ in outcomes] == [pytest.approx(expected)] * 2
-    assert "".join(complaint for _, complaint in outcomes).count("is damaged, so it is removed") == 1
-    assert is_whole(copy_of(path))
 
 
 def test_a_disk_that_fills_up_while_a_copy_is_made(
