@@ -241,12 +241,13 @@ def test_broken_off_streams_and_calls_at_once(parts: Callable[..., Parts], way: 
 @pytest.mark.parametrize("method", ["layerskip", "adaspeed"])
 def test_every_exit_layer_and_draft_length(model_folder: ModelFolder, method: str) -> None:
     folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=EXIT_LAYER))
-    expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPTS[1], max_new_tokens=20).token_ids
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    expected = ordinary.generate(PROMPTS[1], max_new_tokens=20).token_ids
     for exit_layer in range(1, NUM_LAYERS):
         for longest in (1, 30):
             settings = {"exit_layer": exit_layer, "num_speculations": longest, "dtype": "float32"}
-            got = decode(folder, PROMPTS[1], method, max_new_tokens=20, **settings)
-            assert got.token_ids == expected
+            drafting = open_method(folder, method, stage=ordinary.stage, **settings)
+            assert drafting.generate(PROMPTS[1], max_new_tokens=20).token_ids == expected
 
 
 def test_bfloat16_runs(parts: Callable[..., Parts]) -> None:

@@ -17,7 +17,7 @@ from ppd_runtime.methods.verification import AcceptanceRule, acceptance_rule
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
-VOCABULARY, PROMPT, LENGTH, DRAWS = 7, (3,), 2, 1500
+VOCABULARY, PROMPT, LENGTH, DRAWS = 7, (3,), 2, 1000
 LONELY = 1e-4
 """Below this chance under its own hypothesis a test statistic is taken for a mistake; seeds are fixed."""
 
