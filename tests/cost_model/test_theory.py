@@ -85,17 +85,6 @@ def test_figures_3_and_4(setting: tuple[str, int, bool], figure: tuple[float, fl
     assert theory.compute_per_token(40, 20, k, p, 10**7) == pytest.approx(per_token, abs=1e-6)
 
 
-def test_what_section_4_3_says_of_figure_3() -> None:
-    latency = {setting: theory.limit_latency_per_token(40, p) / 40 for setting, p in TABLE_2.items()}
-    compute = {setting: theory.limit_compute_per_time(setting[1], p) for setting, p in TABLE_2.items()}
-    best, worst = ("SQuAD", 5, True), ("WMT", 1, False)
-    assert min(latency, key=latency.__getitem__) == max(compute, key=compute.__getitem__) == best
-    assert max(latency, key=latency.__getitem__) == min(compute, key=compute.__getitem__) == worst
-    assert (round(latency[best], 3), round(latency[worst], 3)) == (0.629, 0.892)
-    assert (round(1 - latency[worst], 3), round(1 - latency[best], 3)) == (0.108, 0.371)
-    assert (round(compute[worst], 3), round(compute[best], 3)) == (1.561, 4.973)
-
-
 def test_figure_3s_caption_cuts_off_its_compute_factor() -> None:
     p = TABLE_2["SQuAD", 3, True]
     assert round(1 - theory.limit_latency_per_token(40, p) / 40, 2) == 0.34

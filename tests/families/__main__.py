@@ -18,8 +18,8 @@ Written by `PYTHONPATH=tests python -m families docs/families.md`, with transfor
 
 The tests make a small random model of each supported family and of each special configuration. Ordinary decoding
 gives the tokens of transformers' `generate`. Layouts and methods give ordinary decoding's tokens, greedy and sampled,
-in float32. `make test` tries one layout and one method for each model. `make nightly` tries all layouts and methods,
-with more prompts, and layouts in bfloat16.
+in float32. `make test` tries one layout and one method for each model, one of them greedy and one sampled.
+`make nightly` tries all layouts and methods, with more prompts, and layouts in bfloat16.
 [exactness.md](exactness.md) says how windows and rotary tables are found.
 """
 _NEXT = """

@@ -10,7 +10,7 @@ import torch
 from families.specimens import BORDER, MOST_POSITIONS, Specimen
 from models_for_tests import VOCAB_SIZE, build_tokenizer
 from pipeline_runs import Bench, Decoded
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.checks import even_cuts
@@ -53,20 +53,25 @@ class Attack:
 
     specimen: Specimen
     folder: Path
+    model: PreTrainedModel
+    """What was saved."""
     dtype: str = "float32"
     new_tokens: int = NEW_TOKENS
     differences: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """By method, why it is refused."""
     runs: int = 0
+    _texts: dict[str, list[int]] = field(default_factory=dict)
+    """Ordinary decoding's, by what was asked."""
 
     @staticmethod
     def on(specimen: Specimen, folder: Path, dtype: str = "float32", new_tokens: int = NEW_TOKENS) -> "Attack":
         """Save the specimen; ValueError where it is refused."""
-        specimen.build().to(getattr(torch, dtype)).save_pretrained(folder)
+        model = specimen.build().to(getattr(torch, dtype))
+        model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         describe(str(folder))
-        return Attack(specimen, folder, dtype, new_tokens)
+        return Attack(specimen, folder, model, dtype, new_tokens)
 
     @cached_property
     def ordinary(self) -> OrdinaryDecoding:
@@ -85,30 +90,37 @@ class Attack:
 
     def against_transformers(self, prompts: Sequence[list[int]]) -> None:
         """Ordinary decoding's greedy tokens are those of `generate`."""
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.dtype)).eval()
         for prompt in prompts:
             with torch.inference_mode():
-                text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
+                text = self.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=self.new_tokens)
             self._compare("ordinary decoding", prompt, {}, self._expected(prompt, {}), text[0, len(prompt) :].tolist())
 
-    def against_ordinary(self, prompts: Sequence[list[int]], layouts: Sequence[str], methods: Sequence[str]) -> None:
+    def against_ordinary(
+        self,
+        prompts: Sequence[list[int]],
+        layouts: Sequence[str],
+        methods: Sequence[str],
+        samplings: Sequence[dict[str, Any]] = ({}, SAMPLED),
+    ) -> None:
         """Every layout's and method's tokens are ordinary decoding's, greedy and sampled."""
-        for prompt in prompts:
-            for sampling in ({}, SAMPLED):
-                expected = self._expected(prompt, sampling)
-                for layout in layouts:
-                    self._compare(layout, prompt, sampling, self._by_layout(layout, prompt, sampling), expected)
+        asked = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+        for layout in layouts:
+            for one in asked:
+                self._compare(layout, *one, self._by_layout(layout, *one), self._expected(*one))
         for name in methods:
             if method := self._method(name):
-                for prompt in prompts:
-                    for sampling in ({}, SAMPLED):
-                        asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
-                        got = list(method.generate(prompt, **asked).token_ids)
-                        self._compare(name, prompt, sampling, got, self._expected(prompt, sampling))
+                for one in asked:
+                    self._compare(name, *one, self._generated(method, *one), self._expected(*one))
 
     def _expected(self, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
+        asked = str((prompt, sampling))
+        if asked not in self._texts:
+            self._texts[asked] = self._generated(self.ordinary, prompt, sampling)
+        return self._texts[asked]
+
+    def _generated(self, generator: Any, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         asked = {"max_new_tokens": self.new_tokens, "ignore_eos": True, **sampling}
-        return list(self.ordinary.generate(prompt, **asked).token_ids)
+        return list(generator.generate(prompt, **asked).token_ids)
 
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, **sampling)
@@ -127,7 +139,8 @@ class Attack:
     def _method(self, name: str) -> Any:
         try:
             settings = METHODS[name] | ({"adapter": self._adapter()} if name == "kangaroo" else {})
-            return open_method(str(self.folder), name.partition(",")[0], dtype=self.dtype, **settings)
+            settings = settings | {"dtype": self.dtype, "stage": self.ordinary.stage}
+            return open_method(str(self.folder), name.partition(",")[0], **settings)
         except ValueError as error:
             self.refused[name] = str(error)
             return None

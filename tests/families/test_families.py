@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from families.__main__ import page, refusal, without
-from families.attack import LAYOUTS, METHODS, Attack, prompts
+from families.attack import LAYOUTS, METHODS, SAMPLED, Attack, prompts
 from families.specimens import (
     BORDER,
     NUM_LAYERS,
@@ -28,7 +28,7 @@ WITH_WINDOWS = set(SUPPORTED) - {specimen.family for specimen in OVERLOOKED}
 QUICK = [*SPECIAL, *OVERLOOKED, *map(Specimen, sorted(WITH_WINDOWS))]
 ALONE = [name for name, settings in LAYOUTS.items() if "workers" not in settings]
 """Layouts whose passes have one row, or rows that keep their bits."""
-BFLOAT16 = [*range(0, len(QUICK), 8)]
+BFLOAT16 = [*range(0, len(QUICK), 16)]
 """Of `QUICK`, those that run in bfloat16 by day too."""
 _PAIRS = list(zip(cycle(LAYOUTS), islice(cycle(METHODS), 30), strict=False))
 
@@ -50,15 +50,18 @@ def attack_or_skip(specimen: Specimen, folder: Path, dtype: str = "float32") -> 
 def test_a_layout_and_a_method(number: int, tmp_path: Path) -> None:
     """Each with one of each, in turn, on a text that outgrows windows, and crosses a border if there is one.
 
-    Families without windows have one in their configuration that their code overlooks.
+    One of the two is greedy, the other one sampled. Families without windows have one in their configuration that their
+    code overlooks.
     """
-    attack = Attack.on(QUICK[number], tmp_path, new_tokens=10)
+    attack = Attack.on(QUICK[number], tmp_path, new_tokens=8)
     layout, method = _PAIRS[number % len(_PAIRS)]
+    samplings = ({}, SAMPLED) if number // len(LAYOUTS) % 2 else (SAMPLED, {})
     border = QUICK[number].border
-    length = border - 6 if border else 17
-    attack.against_transformers(prompts([1, length]))
-    attack.against_ordinary(prompts([length]), [layout], [method])
-    assert attack.runs >= 4
+    asked = prompts([border - 6 if border else 17])
+    attack.against_transformers(asked)
+    attack.against_ordinary(asked, [layout], [], samplings[:1])
+    attack.against_ordinary(asked, [], [method], samplings[1:])
+    assert attack.runs >= 2
     assert not attack.differences
 
 
@@ -85,7 +88,7 @@ def test_bfloat16(specimen: Specimen, tmp_path: Path) -> None:
 def test_a_layout_in_bfloat16(number: int, tmp_path: Path) -> None:
     """Some of the families and configurations, each layout in turn; in the night all of them."""
     attack = Attack.on(QUICK[number], tmp_path, "bfloat16")
-    attack.against_ordinary(prompts([17]), [ALONE[number // 8 % len(ALONE)]], [])
+    attack.against_ordinary(prompts([17]), [ALONE[number // 16 % len(ALONE)]], [])
     assert attack.runs == 2
     assert not attack.differences
 
@@ -106,14 +109,14 @@ def test_the_guide_is_what_is_written() -> None:
     assert GUIDE.read_text() == page(refusal, without)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "mamba", "gpt2", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "minicpm3", "lfm2"])
 def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(family: str, tmp_path: Path) -> None:
     """By `config.json` alone, in a line that names the family."""
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"\({family}\)") as refused:
         describe(str(tmp_path))
     assert "\n" not in str(refused.value)
-    assert "such as Llama" in str(refused.value) or "cache" in str(refused.value)
+    assert any(reason in str(refused.value) for reason in ("such as Llama", "cache", "cannot be cut"))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_a_threshold_that_moves_leaves_the_law(memoryless: LayerRange, number: i
     assert follows(trial(memoryless, rejection, number), chances)
 
 
+@pytest.mark.nightly
 def test_numbers_that_a_thrown_away_draft_knew_are_found(memoryless: LayerRange) -> None:
     """The test above can fail."""
     assert not follows(trial(memoryless, KeyedByPosition, 6000), law(memoryless, asked()))
@@ -180,6 +181,7 @@ def test_joint_law_of_a_second_request(for_swift: LayerRange, number: int) -> No
     assert follows(second_texts(for_swift, rejection, number), law(for_swift, asked()))
 
 
+@pytest.mark.nightly
 def test_numbers_that_steered_the_search_before_are_found(for_swift: LayerRange) -> None:
     assert not follows(second_texts(for_swift, same_numbers, 600), law(for_swift, asked()))
 
@@ -194,13 +196,13 @@ def continued_texts(parts: Parts, rule: Rule, number: int) -> np.ndarray:
     return counts(found)
 
 
-@pytest.mark.parametrize("number", samples(400))
+@pytest.mark.parametrize("number", samples(200))
 def test_joint_law_of_a_text_that_is_continued(parts: Parts, number: int) -> None:
     assert follows(continued_texts(parts, rejection, number), law(LayerRange(parts.model), asked()))
 
 
 def test_numbers_that_made_the_prompt_are_found(parts: Parts) -> None:
-    assert not follows(continued_texts(parts, same_numbers, 400), law(LayerRange(parts.model), asked()))
+    assert not follows(continued_texts(parts, same_numbers, 200), law(LayerRange(parts.model), asked()))
 
 
 def test_once_the_search_is_over_requests_repeat(parts: Parts) -> None:

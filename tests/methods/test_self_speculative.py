@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,6 @@ ModelFolder = Callable[..., Path]
 FAMILIES = ["llama", "gemma2", "mistral", "qwen2", "qwen3"]
 NUM_LAYERS, EXIT_LAYER = 5, 2
 PROMPTS = ([5], [40, 7, 291, 65, 133, 9, 12, 250], list(range(20, 44)))
-GREEDY = {}
 SAMPLED = (
     {"temperature": 0.6, "top_p": 0.95, "seed": 3},
     {"temperature": 1.0, "top_p": 0.95, "seed": 4},
@@ -39,6 +38,7 @@ class Parts:
     model: str
     adapter: Path
     probe: Path
+    ordinary: OrdinaryDecoding
 
     def settings(self, method: str) -> dict[str, object]:
         """A method's settings."""
@@ -54,10 +54,10 @@ class Parts:
         }[method]
 
     def open(self, method: str, **others: object) -> TextGenerator:
-        """The method, ready."""
-        return open_method(
-            self.model, method.split(",", maxsplit=1)[0], **{"dtype": "float32"} | self.settings(method) | others
-        )
+        """The method, ready; it shares ordinary decoding's weights where it may."""
+        shared = {} if others.keys() & {"dtype", "trace"} else {"stage": self.ordinary.stage}
+        settings = {"dtype": "float32"} | shared | self.settings(method) | others
+        return open_method(self.model, method.split(",", maxsplit=1)[0], **settings)
 
 
 WAYS = (
@@ -93,7 +93,8 @@ def _parts(model: Path, folder: Path) -> Parts:
         probe.direction.normal_(generator=torch.Generator().manual_seed(0))
     known = (folder, info.name, model_fingerprint(info), EXIT_LAYER, adapter.hidden_size, info.vocab_size, "")
     save_probe(folder / "probe", probe, ProbeInfo(*known), {})
-    return Parts(str(model), folder / "adapter", folder / "probe")
+    ordinary = OrdinaryDecoding(str(model), dtype="float32")
+    return Parts(str(model), folder / "adapter", folder / "probe", ordinary)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +106,11 @@ def _parts(model: Path, folder: Path) -> Parts:
     ],
 )
 def test_tokens_are_ordinary_decodings(parts: Callable[..., Parts], way: str, family: str) -> None:
-    """In float32, all of them; texts are longer than the windows."""
+    """In float32, all of them; texts are longer than the windows. Greedy texts are in `test_ends`, too."""
     of_model = parts(family)
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
+    ordinary, method = of_model.ordinary, of_model.open(way)
     accepted = rejected = 0
-    for prompt, sampling in [*zip(PROMPTS, [GREEDY] * 3, strict=True), *zip(PROMPTS, SAMPLED, strict=True)]:
+    for prompt, sampling in [(PROMPTS[2], {}), *zip(PROMPTS, SAMPLED, strict=True)]:
         expected = ordinary.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
         result = method.generate(prompt, max_new_tokens=30, ignore_eos=True, **sampling)
         assert result.token_ids == expected.token_ids
@@ -180,46 +181,42 @@ def test_the_adapter_reads_every_exit_state_once(parts: Callable[..., Parts]) ->
 def test_ends(parts: Callable[..., Parts], way: str, model_folder: ModelFolder) -> None:
     """Lengths within drafts, an eos within a draft, stop texts, a prompt at the position limit."""
     of_model = parts("llama")
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
-    for length in range(1, 12):
-        expected = ordinary.generate(PROMPTS[0], max_new_tokens=length, ignore_eos=True)
-        assert method.generate(PROMPTS[0], max_new_tokens=length, ignore_eos=True).token_ids == expected.token_ids
+    ordinary, method = of_model.ordinary, of_model.open(way)
+    expected = ordinary.generate(PROMPTS[0], max_new_tokens=11, ignore_eos=True).token_ids
+    for length in (*range(1, 6), 11):
+        asked = {"max_new_tokens": length, "ignore_eos": True}
+        assert method.generate(PROMPTS[0], **asked).token_ids == expected[:length]
     whole = ordinary.generate(PROMPTS[2], max_new_tokens=30, ignore_eos=True)
     for stop in (whole.text[5:8], whole.text[11:13]):
         results = [g.generate(PROMPTS[2], max_new_tokens=30, stop=stop) for g in (ordinary, method)]
         assert results[0].token_ids == results[1].token_ids
         assert (results[0].text, results[0].finish_reason) == (results[1].text, results[1].finish_reason)
-    for token in whole.token_ids[3:9]:
-        for generator in (ordinary, method):
-            generator.info = _with_end(generator.info, token)
-        results = [g.generate(PROMPTS[2], max_new_tokens=30) for g in (ordinary, method)]
-        assert results[0].finish_reason == results[1].finish_reason == "eos"
-        assert results[0].token_ids == results[1].token_ids
-        assert sum(results[1].stats.run_lengths) == len(results[1].token_ids)
-    limit = of_model.open(way)
-    prompt = [1 + i % 299 for i in range(limit.info.max_positions - 3)]
-    expected = OrdinaryDecoding(of_model.model, dtype="float32").generate(prompt, max_new_tokens=3, ignore_eos=True)
-    assert limit.generate(prompt, max_new_tokens=3, ignore_eos=True).token_ids == expected.token_ids
-
-
-def _with_end(info: object, token: int) -> object:
-    return replace(info, eos_token_ids=frozenset([token]))  # type: ignore[type-var]
+    for token in whole.token_ids[4:9:2]:
+        ended = method.generate(PROMPTS[2], max_new_tokens=30, eos_token_ids=token)
+        assert ended.finish_reason == "eos"
+        assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+        assert sum(ended.stats.run_lengths) == len(ended.token_ids)
+    prompt, asked = (
+        [1 + i % 299 for i in range(method.info.max_positions - 3)],
+        {"max_new_tokens": 3, "ignore_eos": True},
+    )
+    assert method.generate(prompt, **asked).token_ids == ordinary.generate(prompt, **asked).token_ids
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., Parts], way: str) -> None:
     """The same requests repeat. The same one again does where nothing is kept that the first one steered."""
     of_model = parts("qwen2")
-    asked = {"max_new_tokens": 30, "ignore_eos": True}
-    expected = OrdinaryDecoding(of_model.model, dtype="float32").generate(PROMPTS[1], **asked).token_ids
+    asked = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = of_model.ordinary.generate(PROMPTS[1], **asked).token_ids
 
-    def texts() -> list[tuple[int, ...]]:
+    def texts(*seeds: int) -> list[tuple[int, ...]]:
         method = of_model.open(way, acceptance="rejection")
         assert method.generate(PROMPTS[1], **asked).token_ids == expected
-        return [method.generate(PROMPTS[1], temperature=1.0, seed=s, **asked).token_ids for s in (1, 1, 2)]
+        return [method.generate(PROMPTS[1], temperature=1.0, seed=seed, **asked).token_ids for seed in seeds]
 
-    first, again, other = texts()
-    assert texts() == [first, again, other]
+    first, again, other = texts(1, 1, 2)
+    assert texts(1, 1) == [first, again]
     assert first != other
     assert (first == again) == (way != "swift"), "its search goes on"
 
@@ -228,28 +225,29 @@ def test_rejection_sampling_repeats_and_is_greedy_at_zero(parts: Callable[..., P
 def test_broken_off_streams_and_calls_at_once(parts: Callable[..., Parts], way: str) -> None:
     """Whatever came before, and with others waiting, a request's tokens are its own."""
     of_model, asked = parts("mistral"), {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.6}
-    ordinary, method = OrdinaryDecoding(of_model.model, dtype="float32"), of_model.open(way)
-    expected = [ordinary.generate(PROMPTS[1], seed=seed, **asked).token_ids for seed in range(3)]
-    for taken in (1, 2, 7):
+    ordinary, method = of_model.ordinary, of_model.open(way)
+    expected = [ordinary.generate(PROMPTS[1], seed=seed, **asked).token_ids for seed in range(2)]
+    for taken in (1, 7):
         stream = method.stream(PROMPTS[2], max_new_tokens=30, ignore_eos=True)
         for _ in range(taken):
             next(stream)
         stream.close()
         assert method.generate(PROMPTS[1], seed=0, **asked).token_ids == expected[0]
-    with ThreadPoolExecutor(3) as threads:
-        results = threads.map(lambda seed: method.generate(PROMPTS[1], seed=seed, **asked).token_ids, range(3))
+    with ThreadPoolExecutor(2) as threads:
+        results = threads.map(lambda seed: method.generate(PROMPTS[1], seed=seed, **asked).token_ids, range(2))
         assert list(results) == expected
 
 
 @pytest.mark.parametrize("method", ["layerskip", "adaspeed"])
 def test_every_exit_layer_and_draft_length(model_folder: ModelFolder, method: str) -> None:
     folder = str(model_folder("llama", num_layers=NUM_LAYERS, quiet_from=EXIT_LAYER))
-    expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPTS[1], max_new_tokens=20).token_ids
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    expected = ordinary.generate(PROMPTS[1], max_new_tokens=20).token_ids
     for exit_layer in range(1, NUM_LAYERS):
-        for longest in (1, 2, 30):
+        for longest in (1, 30):
             settings = {"exit_layer": exit_layer, "num_speculations": longest, "dtype": "float32"}
-            got = decode(folder, PROMPTS[1], method, max_new_tokens=20, **settings)
-            assert got.token_ids == expected
+            drafting = open_method(folder, method, stage=ordinary.stage, **settings)
+            assert drafting.generate(PROMPTS[1], max_new_tokens=20).token_ids == expected
 
 
 def test_bfloat16_runs(parts: Callable[..., Parts]) -> None:

@@ -101,11 +101,12 @@ def test_with_nothing_left_out_every_draft_is_right(model_folder: ModelFolder) -
 def test_tokens_stay_whatever_is_left_out(model_folder: ModelFolder, family: str, tmp_path: Path) -> None:
     folder = str(model_folder(family, num_layers=NUM_LAYERS, quiet_from=2))
     info, asked = describe(folder), {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0.7}
-    expected = OrdinaryDecoding(folder, dtype="float32").generate(TEXT, **asked).token_ids
+    ordinary = OrdinaryDecoding(folder, dtype="float32")
+    expected = ordinary.generate(TEXT, **asked).token_ids
     for number, left_out in enumerate([LayerSet((1,)), LayerSet((), (1, 2, 3)), LayerSet((1, 2, 3), (1, 2, 3))]):
         file = tmp_path / f"{number}.json"
         write_layer_set(file, left_out, info, {})
-        method = open_method(folder, "swift", layer_set=file, dtype="float32", threshold=0.05)
+        method = open_method(folder, "swift", layer_set=file, stage=ordinary.stage, dtype="float32", threshold=0.05)
         assert method.method.left_out == left_out
         assert method.generate(TEXT, **asked).token_ids == expected
 

@@ -17,7 +17,7 @@ from ppd_runtime.methods.verification import AcceptanceRule, acceptance_rule
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
-VOCABULARY, PROMPT, LENGTH = 7, (3,), 2
+VOCABULARY, PROMPT, LENGTH, DRAWS = 7, (3,), 2, 1000
 LONELY = 1e-4
 """Below this chance under its own hypothesis a test statistic is taken for a mistake; seeds are fixed."""
 
@@ -86,12 +86,11 @@ def p_value(found: np.ndarray, expected: np.ndarray) -> float:
     pairs_first(tuple(ACCEPTANCE_RULES), [(1, 1, 1), (3, 2, 1), (1, 3, 2)], [0.95, 1.0], [0.6, 1.0]),
 )
 def test_chi_squared(name: str, widths: tuple[int, ...], top_p: float, temperature: float) -> None:
-    draws = 3000
     counts = Counter(
         texts(acceptance_rule(name, Sampler(SamplingParams(temperature=temperature, top_p=top_p, seed=seed))), widths)
-        for seed in range(draws)
+        for seed in range(DRAWS)
     )
-    expected = chances(SamplingParams(temperature=temperature, top_p=top_p)) * draws
+    expected = chances(SamplingParams(temperature=temperature, top_p=top_p)) * DRAWS
     found = np.array([counts[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
     assert found[expected == 0].sum() == 0
     assert p_value(found, expected) > LONELY
@@ -103,8 +102,8 @@ def test_a_rule_that_is_wrong_is_found() -> None:
     expected = chances(params)
     drafter = Sampler(params).distribution(DRAFTER.logits(PROMPT), PROMPT).double().numpy()
     first = expected.reshape(VOCABULARY, VOCABULARY).sum(1)
-    counts = np.random.default_rng(0).multinomial(3000, drafter / drafter.sum())
-    assert p_value(counts, first * 3000) < LONELY
+    counts = np.random.default_rng(0).multinomial(DRAWS, drafter / drafter.sum())
+    assert p_value(counts, first * DRAWS) < LONELY
 
 
 @settings(deadline=None)

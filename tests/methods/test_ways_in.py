@@ -29,7 +29,6 @@ from ppd_runtime.methods.prompts import token_ids_of
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import UnknownSettingError
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]
@@ -59,6 +58,13 @@ def ordinary(folder: str) -> OrdinaryDecoding:
     return OrdinaryDecoding(folder, dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def expected(ordinary: OrdinaryDecoding) -> list[tuple[int, ...]]:
+    """Ordinary decoding's tokens with each of the new settings."""
+    asked = {"max_new_tokens": 30, "ignore_eos": True}
+    return [ordinary.generate(PROMPT, **asked, **settings).token_ids for settings in NEW_SETTINGS]
+
+
 def repeated(presence: float, frequency: float, prompt_size: int) -> Callable[[Tensor, Tensor], Tensor]:
     """OpenAI's penalties over what follows the prompt, as a processor of transformers'."""
 
@@ -79,13 +85,13 @@ def test_greedy_tokens_are_transformers_generate_with_the_same_processors(
         output = model.generate(
             torch.tensor([PROMPT]),
             do_sample=False,
-            max_new_tokens=60,
+            max_new_tokens=45,
             repetition_penalty=1.1,
             logits_processor=[repeated(presence, frequency, len(PROMPT)), *processors],
         )
         result = ordinary.generate(
             PROMPT,
-            max_new_tokens=60,
+            max_new_tokens=45,
             repetition_penalty=1.1,
             presence_penalty=presence,
             frequency_penalty=frequency,
@@ -97,15 +103,16 @@ def test_greedy_tokens_are_transformers_generate_with_the_same_processors(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_with_the_new_settings_are_ordinary_decodings(folder: str, ordinary: OrdinaryDecoding, way: str) -> None:
+def test_tokens_with_the_new_settings_are_ordinary_decodings(
+    folder: str, expected: list[tuple[int, ...]], way: str
+) -> None:
     with open_method(folder, **WAYS[way], dtype="float32") as method:
         hits = 0
-        for settings in NEW_SETTINGS:
-            expected = ordinary.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **settings)
-            result = method.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **settings)
-            assert result.token_ids == expected.token_ids, settings
+        for settings, tokens in zip(NEW_SETTINGS, expected, strict=True):
+            result = method.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **settings)
+            assert result.token_ids == tokens, settings
             hits += result.stats.hits
-        assert hits > 20, "guesses go through the same settings"
+        assert hits > 15, "guesses go through the same settings"
 
 
 def test_rejection_sampling_keeps_to_the_new_settings(folder: str) -> None:
@@ -273,25 +280,6 @@ def test_settings_come_by_name_or_as_params(folder: str, ordinary: OrdinaryDecod
         ordinary.stream(PROMPT, max_tokens=3)
 
 
-def test_a_runtimes_settings_come_by_name_or_as_a_config(folder: str) -> None:
-    config = RuntimeConfig(folder, k=2, transport="local", dtype="float32", trace=True)
-    for runtime in (PPDRuntime(config=config), PPDRuntime(Path(folder), **settings_of(config))):
-        assert runtime.config == config
-        runtime.close()
-    for both in ({"model": folder}, {"k": 2}):
-        with pytest.raises(ValueError, match=f"config and {next(iter(both))} are both given: give one of them"):
-            PPDRuntime(config=config, **both)
-    for owner in (PPDRuntime, OrdinaryDecoding):
-        with pytest.raises(UnknownSettingError, match=f"{owner.__name__} has no setting 'num_workers': it has "):
-            owner(folder, num_workers=2)
-    with pytest.raises(UnknownSettingError, match="ppd has no setting 'config'"):
-        open_method(folder, "ppd", config=config)
-
-
-def settings_of(config: RuntimeConfig) -> dict[str, object]:
-    return {field.name: getattr(config, field.name) for field in fields(config) if field.name != "model"}
-
-
 def test_signatures_show_every_setting_with_type_and_default() -> None:
     shown = inspect.signature(PPDRuntime).parameters
     for field in fields(RuntimeConfig):
@@ -335,18 +323,6 @@ def test_workers_know_at_what_length_a_text_is_as_heavy_as_the_weights(folder: s
 def test_fewer_workers_than_candidates_need_float32(folder: str, dtype: str) -> None:
     with pytest.raises(ValueError, match=f"workers=2 with k=3 in {dtype}: .* give workers=3, or dtype='float32'"):
         PPDRuntime(folder, k=3, workers=2, transport="local", dtype=dtype)
-
-
-def test_paths_and_pytorchs_dtypes_are_taken(folder: str) -> None:
-    for made in (
-        OrdinaryDecoding(Path(folder), dtype=torch.bfloat16),
-        open_method(Path(folder), "layerskip", exit_layer=2, dtype=torch.bfloat16),
-        PPDRuntime(Path(folder), k=1, transport="local", dtype=torch.bfloat16),
-    ):
-        assert (made.dtype, made.info.name, made.config.model) == ("bfloat16", folder, folder)
-        made.close()
-    with pytest.raises(ValueError, match="dtype='float64': choose one of"):
-        OrdinaryDecoding(folder, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("way", ["pipelined, k=3", "swift"])

@@ -3,11 +3,11 @@
 import sys
 import time
 
-from model_check.cases import DEEP, QUICK
-from model_check.staged_cases import STAGED_DEEP, STAGED_QUICK
+from model_check.cases import DEEP, LONGER, QUICK
+from model_check.staged_cases import STAGED_DEEP, STAGED_LONGER, STAGED_QUICK
 
 deep = (*DEEP, *STAGED_DEEP)
-for case in (*QUICK, *STAGED_QUICK, *deep):
+for case in (*QUICK, *LONGER, *STAGED_QUICK, *STAGED_LONGER, *deep):
     if all(word in case.name for word in sys.argv[1:]) and (sys.argv[1:] or case in deep):
         began = time.perf_counter()
         system, explored = case.search()

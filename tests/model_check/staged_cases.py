@@ -62,12 +62,6 @@ STAGED_QUICK = (
     TWO_AT_ONCE,
     ONE_CANCELLED,
     Case("two stages, two requests at once, eight deviations", at_once(stages(2, 2, 1)), 0, Bounds(8)),
-    Case(
-        "three stages, two requests at once, two deviations",
-        at_once(stages(2, 3, 1, boundaries=_REFINED)),
-        0,
-        Bounds(2),
-    ),
     TWO_STAGES,
     TWO_CANDIDATES,
     REFINED,
@@ -84,11 +78,20 @@ STAGED_QUICK = (
     Case("two stages, heads that rest, a fault", replace(stages(4, 2, 0, 0, 1), rests=True), 1, Bounds(0)),
     Case("two stages, repetitions", stages(3, 2, 0, rows=3, repeats=True)),
     Case("two stages, cancelled, then another request, a fault", _CANCELLED, 1, Bounds(deviations=1)),
-    Case("three stages, a fault, one token", stages(1, 3, 1, boundaries=_REFINED), 1),
     Case("three stages, two deviations", stages(3, 3, 1, boundaries=_REFINED), 0, Bounds(deviations=2)),
-    Case("three stages, two candidates, a fault", stages(3, 3, 1, 2, k=2, boundaries=_REFINED), 1, Bounds(0)),
     Case("three stages, what is sent again", mendable(stages(3, 3, 1, boundaries=_REFINED)), 1, Bounds(0)),
 )
+STAGED_LONGER = (
+    Case(
+        "three stages, two requests at once, two deviations",
+        at_once(stages(2, 3, 1, boundaries=_REFINED)),
+        0,
+        Bounds(2),
+    ),
+    Case("three stages, a fault, one token", stages(1, 3, 1, boundaries=_REFINED), 1),
+    Case("three stages, two candidates, a fault", stages(3, 3, 1, 2, k=2, boundaries=_REFINED), 1, Bounds(0)),
+)
+"""What the tests of the night search besides."""
 
 _MOST = 1_000_000
 STAGED_DEEP = (

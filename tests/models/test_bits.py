@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ print(json.dumps(output_hashes(load_stage(describe("demo"), 6, torch.float32, "c
 """
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    list(zip(FAMILIES, cycle([torch.float32, torch.bfloat16]), strict=False)),
+)
 def test_stages_with_other_layers_have_the_same_hashes(model_folder, family, dtype):
     info = describe(str(model_folder(family)))
     first = output_hashes(load_stage(info, 2, dtype, "cpu"))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import FAMILIES, SLIDING_WINDOW, build_model, load_stage
+from models_for_tests import build_model
 from pipeline_runs import GREEDY, PROMPTS, Bench, rehearsed
-from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
@@ -25,72 +24,6 @@ def begun(stage: LayerRange, length: int) -> LayerRange:
     stage.begin(length + len(TOKENS))
     stage.run(0, stage.num_layers, list(range(40, 40 + length)), 0)
     return stage
-
-
-def one_by_one(stage: LayerRange, position: int) -> Tensor:
-    states = []
-    for token in TOKENS:
-        states.append(stage.run(0, stage.num_layers, [token], position))
-        stage.truncate(position)
-    return torch.cat(states, dim=1)
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize("length", [1, SLIDING_WINDOW - 1, SLIDING_WINDOW, 3 * SLIDING_WINDOW])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_siblings_see_the_prefix_and_themselves(model_folder: ModelFolder, family: str, length: int) -> None:
-    stage = begun(load_stage(model_folder(family)), length)
-    expected = one_by_one(stage, length)
-    got = stage.run_candidates(TOKENS, length)
-    assert got.shape == (1, 3, 32)
-    assert close(got, expected)
-    assert not close(got, expected[:, [1, 2, 0]]), "the tokens' states differ enough to tell them apart"
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_the_one_that_is_kept_is_what_is_seen_later(model_folder: ModelFolder, family: str, index: int) -> None:
-    length = 2 * SLIDING_WINDOW
-    alone, among = (begun(load_stage(model_folder(family)), length) for _ in range(2))
-    alone.run(0, 4, [TOKENS[index]], length)
-    among.run_candidates(TOKENS, length)
-    among.keep_candidate(length, index)
-    assert [among.length(layer) for layer in range(4)] == [length + 1] * 4
-    assert close(among.export_entries(length, length + 1, 4), alone.export_entries(length, length + 1, 4))
-    assert close(among.run(0, 4, [77], length + 1), alone.run(0, 4, [77], length + 1))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_single_sibling_is_an_ordinary_pass_to_the_last_bit(model_folder: ModelFolder, dtype: str) -> None:
-    ordinary, sibling = (begun(load_stage(model_folder("llama"), dtype), 5) for _ in range(2))
-    assert torch.equal(sibling.run_candidates((9,), 5), ordinary.run(0, 4, [9], 5))
-    sibling.keep_candidate(5, 0)
-    assert torch.equal(sibling.run(0, 4, [7], 6), ordinary.run(0, 4, [7], 6))
-
-
-def test_dropped_siblings_leave_nothing(model_folder: ModelFolder) -> None:
-    ordinary, stage = (begun(load_stage(model_folder("mistral")), 9) for _ in range(2))
-    stage.run_candidates(TOKENS, 9)
-    stage.truncate(9)
-    assert torch.equal(stage.run(0, 4, [7], 9), ordinary.run(0, 4, [7], 9))
-
-
-def test_siblings_need_their_place_and_room(model_folder: ModelFolder) -> None:
-    stage = begun(load_stage(model_folder("llama")), 5)
-    with pytest.raises(RuntimeError, match="layer 0 holds 5 tokens, the pass starts at position 4"):
-        stage.run_candidates(TOKENS, 4)
-    with pytest.raises(IndexError, match="8 tokens cannot hold 9"):
-        stage.run_candidates((*TOKENS, 11), 5)
-    stage.run_candidates(TOKENS, 5)
-
-
-def test_each_sibling_counts_as_a_pass(model_folder: ModelFolder) -> None:
-    stage = begun(load_stage(model_folder("llama")), 5)
-    stage.run_candidates(TOKENS, 5)
-    assert stage.layer_passes == 4 + 3 * 4
 
 
 def test_an_emulated_device_takes_one_tokens_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +67,7 @@ def test_candidates_are_dealt_out_by_rank(bench: Bench) -> None:
     assert all(m.hidden.shape == (1, len(m.token_ids), 32) for _, m in sent if isinstance(m, HeadStart))
 
 
-@pytest.mark.parametrize(("k", "workers"), [(3, 1), (4, 3)])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("k", "workers", "temperature"), [(3, 1, 0.9), (4, 3, 0.0)])
 def test_a_runtime_on_threads(model_folder: ModelFolder, k: int, workers: int, temperature: float) -> None:
     folder = str(model_folder("llama", num_layers=5))
     prompts = ([5, 9, 200], [40, 7, 291, 65, 133])

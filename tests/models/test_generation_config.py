@@ -21,7 +21,7 @@ from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
 
 ModelFolder = Callable[..., Path]
-PROMPT, NEW = "def read_lines(path):\n", 32
+PROMPT, NEW = "def read_lines(path):\n", 24
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ FIELDS: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
     "many": lambda text: {
         "repetition_penalty": 1.05,
         "no_repeat_ngram_size": 3,
-        "min_new_tokens": 30,
+        "min_new_tokens": 20,
         "suppress_tokens": [text[2]],
         "begin_suppress_tokens": [text[0]],
         "bad_words_ids": [[text[1]]],
@@ -149,17 +149,16 @@ def test_files_as_makers_ship_them(
     plain: OrdinaryDecoding, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields, expected, temperature = FILES[name]
-    folder, few = with_generation(tmp_path / "model", DEMO, fields), 16
+    folder, few = with_generation(tmp_path / "model", DEMO, fields), 12
     defaults = generation_defaults(describe(str(folder)))
     assert (defaults.params, defaults.temperature) == (SamplingParams(**expected), temperature)
     assert not caplog.records, "nothing is left out"
     with OrdinaryDecoding(folder, dtype="float32") as ordinary:
         result = ordinary.generate(PROMPT, max_new_tokens=few)
         assert result.token_ids == generated(folder, list(result.prompt_ids), few), "greedy, whatever do_sample says"
-        for own in ({}, {"top_p": 0.5, "repetition_penalty": 1.0, "top_k": -1}):
-            asked = {"max_new_tokens": few, "ignore_eos": True, "temperature": 0.8, "seed": 3}
-            by_file, said = ordinary.generate(PROMPT, **asked, **own), {**expected, **own}
-            assert by_file.token_ids == plain.generate(PROMPT, **asked, **said).token_ids
+        asked = {"max_new_tokens": few, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+        by_name = plain.generate(PROMPT, **asked, **expected)
+        assert ordinary.generate(PROMPT, **asked).token_ids == by_name.token_ids
 
 
 def test_without_the_file_those_of_the_configuration_count(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gguf_files import Stored, drawn_blocks, model_parts, stored, tokenizer_parts, write_gguf, write_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from two_texts import texts
 from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
@@ -31,6 +32,7 @@ from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.formats import NUMBER_FORMATS
 from ppd_runtime.models.native.packing import as_floats, packed_as
 
+pytestmark = pytest.mark.usefixtures("own_gguf_cache")
 ModelFolder = Callable[..., Path]
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 LLAMA3 = {
@@ -42,39 +44,23 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
-FLIPS = 300
+FLIPS = 100
 """Files of the test that damages bytes at random."""
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the folders that another one has kept; compiled code is shared."""
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path / "cache")
-
-
-def texts(decoding) -> list[tuple[int, ...]]:
-    """What a prompt gives, greedy and sampled."""
-    settings = {"max_new_tokens": 12, "ignore_eos": True}
-    samplings = ({}, {"temperature": 0.9, "seed": 5})
-    return [tuple(decoding.generate("a fox", **settings, **sampling).token_ids) for sampling in samplings]
 
 
 def state_of(info: ModelInfo) -> dict[str, torch.Tensor]:
     return load_layers(info, info.num_layers, torch.float32, "cpu").state_dict()
 
 
-@pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "settings", "kind"),
     [
-        ("llama", {}),
-        ("llama", {"tied": True, "attention_bias": True, "mlp_bias": True}),
-        ("llama", {"rope_parameters": LLAMA3}),
-        ("qwen2", {}),
-        ("qwen3", {"tied": True}),
+        *(("llama", {}, kind) for kind in DTYPES),
+        ("llama", {"tied": True, "attention_bias": True, "mlp_bias": True}, "F16"),
+        ("llama", {"rope_parameters": LLAMA3}, "F32"),
+        ("qwen2", {}, "BF16"),
+        ("qwen3", {"tied": True}, "F16"),
     ],
-    ids=["llama", "tied and biased llama", "scaled llama", "qwen2", "qwen3"],
 )
 def test_floats_give_the_text_of_the_folder(model_folder, tmp_path, family, settings, kind):
     folder = model_folder(family, dtype=DTYPES[kind], **settings)
@@ -143,20 +129,19 @@ def test_numbers_that_the_matrices_dtype_cannot_hold_keep_theirs(model_folder: M
         assert torch.equal(ours[name], tensor if tensor.dim() == 1 else tensor.bfloat16().float())
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize(
-    ("family", "settings", "others"),
+    ("family", "settings", "kind", "others"),
     [
-        ("llama", {}, {}),
-        ("llama", {"tied": True}, {}),
-        ("llama", {}, {"output.weight": "F16", "token_embd.weight": "BF16"}),
-        ("llama", {"tied": True}, {"token_embd.weight": "F16"}),
-        ("qwen2", {}, {"output.weight": "Q8_0", "blk.1.ffn_up.weight": "F16"}),
-        ("qwen3", {}, {"blk.0.attn_k.weight": "Q8_0"}),
+        ("llama", {}, "Q8_0", {}),
+        ("llama", {"tied": True}, "Q4_0", {}),
+        ("llama", {}, "Q4_0", {"output.weight": "F16", "token_embd.weight": "BF16"}),
+        ("llama", {"tied": True}, "Q8_0", {"token_embd.weight": "F16"}),
+        ("qwen2", {}, "Q4_0", {"output.weight": "Q8_0", "blk.1.ffn_up.weight": "F16"}),
+        ("qwen3", {}, "Q4_0", {"blk.0.attn_k.weight": "Q8_0"}),
     ],
     ids=["llama", "tied llama", "head in F16", "tied head in F16", "head in Q8_0", "qwen3"],
 )
-def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, settings, others, kind):
+def test_packed_weights_have_the_files_numbers(model_folder, tmp_path, family, settings, kind, others):
     folder = model_folder(family, **settings)
     metadata, tensors = model_parts(folder, kind, others)
     file = write_gguf(tmp_path / "model.gguf", metadata, tensors, version=2 if family == "qwen3" else 3)
@@ -185,13 +170,12 @@ def check_numbers(file: Path, tensors: Mapping[str, Stored], family: str) -> Non
 
 
 def check_texts(file: Path) -> None:
-    """Every layout and method gives ordinary decoding's text."""
+    """Layouts and a method give ordinary decoding's text."""
     expected = texts(OrdinaryDecoding(file))
-    for layout in ({"k": 1}, {"stages": 2}, {"stages": 2, "guess_vocab": 64}):
+    for layout in ({"k": 1}, {"stages": 2, "guess_vocab": 64}):
         with PPDRuntime(file, transport="local", **layout) as runtime:
             assert texts(runtime) == expected, layout
-    for method in ("layerskip", "adaspeed"):
-        assert texts(open_method(file, method)) == expected, method
+    assert texts(open_method(file, "layerskip")) == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -227,24 +211,6 @@ def numbers(tensor: Stored) -> torch.Tensor:
         return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
     dtype = getattr(torch, DTYPES[kind])
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape).float()
-
-
-def test_every_whole_number_and_scale_of_a_block_is_kept(model_folder: ModelFolder, tmp_path: Path) -> None:
-    metadata, tensors = model_parts(model_folder("llama"), "Q8_0")
-    drawn = random.Random(1)
-    for name, (kind, shape, content) in tensors.items():
-        if kind == "Q8_0":  # any bytes are whole numbers, -128 among them; scales are finite ones of either sign
-            blocks = bytearray(drawn.randbytes(len(content)))
-            for at in range(0, len(content), 34):
-                blocks[at : at + 2] = struct.pack("<e", drawn.choice([0.0, -0.0, 6e-8, -0.01, 0.02]))
-            tensors[name] = (kind, shape, bytes(blocks))
-    file = write_gguf(tmp_path / "model.gguf", metadata, tensors)
-    state = state_of(describe(str(file)))
-    for name in ("blk.0.ffn_up.weight", "blk.3.attn_v.weight", "output.weight"):
-        ours, expected = state[library_name(name)], numbers(tensors[name])
-        assert torch.equal(as_floats(ours), expected)
-    with PPDRuntime(file, transport="local", stages=2) as runtime:
-        assert texts(runtime) == texts(OrdinaryDecoding(file))
 
 
 def test_a_file_is_written_once_and_again_when_it_changes(model_folder, tmp_path, monkeypatch) -> None:
@@ -349,21 +315,14 @@ def reference(pre: str, tokenizer: Tokenizer) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bytes_become_the_tokens_of_the_models_own_tokenizer(model_folder, tokenizer, tmp_path, family, pre) -> None:
+def test_bytes_become_the_tokens_of_the_models_own_tokenizer(model_folder, tokenizer, tmp_path, pre) -> None:
     changed = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__bos_token_id": 0}
-    file = write_model(tmp_path / "model.gguf", model_folder(family), "F32", **changed)
+    file = write_model(tmp_path / "model.gguf", model_folder("llama"), "F32", **changed)
     ours, theirs = load_tokenizer(describe(str(file))), reference(pre, tokenizer.backend_tokenizer)
     for text in (*TEXTS, "cafe\u0301"):
         ids = ours(text)["input_ids"]
         assert ids == theirs.encode(text).ids, text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
-
-
-def test_the_default_pre_tokenizer_cuts_numbers_into_threes(model_folder: ModelFolder, tmp_path: Path) -> None:
-    file = write_model(tmp_path / "model.gguf", model_folder("llama"), "F32", tokenizer__ggml__pre="default")
-    words = load_tokenizer(describe(str(file))).backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab==12345 c!")
-    assert [word for word, _ in words] == ["ab", "==", "123", "45", "Ġc", "!"]
 
 
 def sentence_piece() -> tuple[dict[str, object], Tokenizer]:

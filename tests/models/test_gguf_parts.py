@@ -10,15 +10,9 @@ from gguf_files import Stored, model_parts, write_gguf, write_parts
 from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.gguf import kept
 
+pytestmark = pytest.mark.usefixtures("own_gguf_cache")
 ModelFolder = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

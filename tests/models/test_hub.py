@@ -168,34 +168,15 @@ def as_from_pretrained(cache: Path, asked: str) -> None:
     assert ours.generate("a fox", max_new_tokens=2).token_ids
 
 
-@pytest.mark.parametrize("shards", ["5GB", SHARDS])
-@pytest.mark.parametrize("others", [BY_PRODUCTS, None], ids=["listed", "not listed"])
-def test_what_another_program_fetched_opens(cache: Path, model_folder, others, shards: str, caplog) -> None:
-    """It has no use for by-products, and neither has this one."""
-    folder = model_folder(num_layers=2, max_shard_size=shards)
-    snapshot = fill(cache, NAME, of_folder(folder), others=others)
-    assert whole(cache)
-    assert len(list(snapshot.glob("*.safetensors"))) == (1 if shards == "5GB" else 4)
-    info = describe(NAME)
-    assert (info.name, info.folder) == (f"{NAME}@{NEW}", snapshot)
-    assert not caplog.text
-    as_from_pretrained(cache, NAME)
-
-
-@pytest.mark.parametrize("asked", [f"{NAME}@main", f"{NAME}@v1", f"{NAME}@refs/pr/3", f"{NAME}@{OLD}", f"{NAME}@{NEW}"])
-def test_so_does_a_revision(cache: Path, model_folder, asked: str) -> None:
-    fill(cache, NAME, of_folder(model_folder(num_layers=2)), others=BY_PRODUCTS)
-    old = of_folder(model_folder(num_layers=2, seed=1))
-    fill(cache, NAME, old, OLD, ["v1", "refs/pr/3"], BY_PRODUCTS)
-    assert whole(cache)
-    commit = NEW if asked.endswith(("main", NEW)) else OLD
-    assert describe(asked).name == f"{NAME}@{commit}"
-    as_from_pretrained(cache, asked)
-
-
-@pytest.mark.parametrize("asked", [NAME, f"{NAME}@v1", f"{NAME}@{NEW}"])
-@pytest.mark.parametrize("others", [BY_PRODUCTS, None], ids=["listed", "not listed"])
-@pytest.mark.parametrize("blob", ["never there", "deleted"])
+@pytest.mark.parametrize(
+    ("asked", "others", "blob"),
+    [
+        (NAME, BY_PRODUCTS, "never there"),
+        (f"{NAME}@v1", None, "deleted"),
+        (f"{NAME}@{NEW}", BY_PRODUCTS, "deleted"),
+        (NAME, None, "never there"),
+    ],
+)
 def test_a_missing_shard_is_one_line(cache: Path, model_folder, asked: str, others, blob: str) -> None:
     folder, shard = model_folder(num_layers=2, max_shard_size=SHARDS), "model-00002-of-00004.safetensors"
     listed = others and (*others, shard)
@@ -242,10 +223,3 @@ def test_a_hub_that_cannot_be_reached_is_as_none(cache: Path, model_folder, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert describe(NAME).name == f"{NAME}@{NEW}"
-
-
-def test_the_single_file_comes_first_here_too(cache: Path, model_folder) -> None:
-    """Though the repository has shards of an earlier day."""
-    files = of_folder(model_folder(num_layers=2, seed=1, max_shard_size=SHARDS)) | of_folder(model_folder(num_layers=2))
-    fill(cache, NAME, files, others=BY_PRODUCTS)
-    as_from_pretrained(cache, NAME)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from families.specimens import SPECIAL, SUPPORTED, Specimen
-from models_for_tests import END_ID, VOCAB_SIZE, build_model, greedy_with_transformers, load_stage
+from grids import nightly
+from models_for_tests import END_ID, VOCAB_SIZE, greedy_with_transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
@@ -18,7 +19,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch.cache_room import _weight_bytes
 from ppd_runtime.models.checkpoint import architecture
 from ppd_runtime.models.checkpoint.architecture import check_architecture
-from ppd_runtime.models.checkpoint.config import first_layers_config, model_config, weight_files
+from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -222,60 +223,11 @@ def test_architectures_that_cannot_be_cut_are_refused(tmp_path: Path, config: Pr
     assert reason in str(error.value)
 
 
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_mixtures_of_experts_are_loaded_exactly(model_folder: ModelFolder, family: str) -> None:
-    """Their files hold a tensor for each expert, their modules one for all experts."""
-    settings = EXPERTS if family == "qwen3_moe" else {k: v for k, v in EXPERTS.items() if "num_" in k}
-    folder = model_folder(family, **settings)
-    tokens, logits = greedy_with_transformers(folder, [5, 6, 7], 4)
-    stage = load_stage(folder)
-    stage.begin(10)
-    inputs, position = [5, 6, 7], 0
-    for token, expected in zip(tokens, logits, strict=True):
-        hidden = stage.run(2, 4, stage.run(0, 2, inputs, position), position)
-        assert torch.equal(stage.logits(hidden), expected)
-        position += len(inputs)
-        inputs = [token]
-
-
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("granite", {"embedding_multiplier": 12.0}),
-        ("nanochat", {}),
-        ("minicpm3", {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8}),
-        ("gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}),
-    ],
+    "specimen",
+    [pytest.param(one, marks=nightly if number % 3 else ()) for number, one in enumerate(OF_SEVERAL_KINDS)],
+    ids=lambda specimen: specimen.name,
 )
-def test_models_are_cut_exactly_or_refused(model_folder: ModelFolder, family: str, settings: dict[str, object]) -> None:
-    """Forward passes that do more than run layers, and layers that depend on the depth, must not go unnoticed.
-
-    Granite scales the embeddings where every piece begins, nanochat uses the final norm there too, MiniCPM3's layers
-    depend on how many there are, Gemma 4 needs each token's id in every layer.
-    """
-    folder = model_folder(family, **settings)
-    try:
-        whole, first = load_stage(folder), load_stage(folder, last=2)
-    except ValueError as error:
-        assert str(folder) in str(error)
-        assert "lack" not in str(error)
-        return
-    tokens, logits = greedy_with_transformers(folder, [5, 6, 7], 3)
-    whole.begin(10)
-    first.begin(10)
-    inputs, position = [5, 6, 7], 0
-    for token, expected in zip(tokens, logits, strict=True):
-        hidden = whole.run(0, 2, inputs, position)
-        assert torch.equal(first.run(0, 2, inputs, position), hidden)
-        assert torch.equal(whole.logits(whole.run(2, 4, hidden, position)), expected)
-        position += len(inputs)
-        inputs = [token]
-
-
-@pytest.mark.parametrize("specimen", OF_SEVERAL_KINDS, ids=lambda specimen: specimen.name)
 def test_a_layer_has_the_same_tensors_in_every_stage(specimen: Specimen, tmp_path: Path) -> None:
     """Code that was compiled for it takes them all, those of a rotary table for another kind of layer too."""
     specimen.build().save_pretrained(tmp_path)
@@ -353,22 +305,6 @@ def test_loaded_models_are_ready_to_run(model_folder: ModelFolder) -> None:
     assert all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_the_config_is_cut_with_the_layers() -> None:
-    config = build_model("smollm3", num_layers=5).config
-    kept = config.to_dict()
-    cut = first_layers_config(config, 2)
-    assert cut.num_hidden_layers == len(cut.layer_types) == len(cut.no_rope_layers) == 2
-    assert cut.layer_types == config.layer_types[:2]
-    assert config.to_dict() == kept, "the original is left alone"
-
-
-def test_weight_files_are_listed_once_and_in_order(model_folder: ModelFolder, tmp_path: Path) -> None:
-    assert weight_files(tmp_path) == []
-    assert [path.name for path in weight_files(model_folder("llama"))] == [WEIGHTS]
-    sharded = model_folder("llama", max_shard_size="40KB")
-    assert weight_files(sharded) == sorted(sharded.glob("*.safetensors"))
-
-
 @pytest.fixture
 def saved_again(model_folder: ModelFolder, tmp_path: Path) -> Path:
     """A model in one file, with the index of another one that was saved there before, in shards, and these."""
@@ -405,17 +341,6 @@ def test_the_single_file_comes_first(model_folder: ModelFolder, saved_again: Pat
             same = OrdinaryDecoding(new.folder, weights=weights, dtype="float32").generate([5, 6, 7], max_new_tokens=8)
             assert runtime.generate([5, 6, 7], max_new_tokens=8).token_ids == same.token_ids
             assert weights or same.token_ids == tuple(expected)
-
-
-def test_the_file_that_the_config_names_comes_first(model_folder: ModelFolder, copy: Path) -> None:
-    """As `from_pretrained` has it."""
-    other = model_folder("llama", num_layers=NUM_LAYERS, seed=1)
-    shutil.copy(other / WEIGHTS, copy / "other.safetensors")
-    configure(transformers_weights="other.safetensors")(copy)
-    assert weight_files(copy) == [copy / "other.safetensors"]
-    expected, _ = greedy_with_transformers(copy, [5, 6, 7], 8)
-    assert expected == greedy_with_transformers(other, [5, 6, 7], 8)[0]
-    assert OrdinaryDecoding(copy).generate([5, 6, 7], max_new_tokens=8).token_ids == tuple(expected)
 
 
 def test_devices_and_dtypes(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

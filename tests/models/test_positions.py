@@ -162,8 +162,9 @@ def tokens_of(generator: Any, prompt: list[int], sampling: Mapping[str, Any] | N
 def test_long_texts_are_the_librarys(folder: str) -> None:
     """In any order: what a longer text left behind changes no shorter one."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
-    for prompt in (*prompts(LENGTHS), *prompts(LENGTHS)[::-1]):
-        assert tokens_of(ordinary, prompt) == by_the_library(folder, prompt), len(prompt)
+    asked = [(prompt, by_the_library(folder, prompt)) for prompt in prompts(LENGTHS)]
+    for prompt, expected in (*asked, *asked[::-1]):
+        assert tokens_of(ordinary, prompt) == expected, len(prompt)
     (longer,) = prompts([FACTOR * ORIGINAL - NEW_TOKENS + 1])
     with pytest.raises(ValueError, match="make 257, more than the model's 256 positions: shorten the prompt"):
         tokens_of(ordinary, longer)
@@ -173,7 +174,7 @@ def test_long_texts_are_the_librarys(folder: str) -> None:
 def test_layouts_run_long_texts(folder: str, layout: dict[str, int]) -> None:
     """In stages several at once."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
-    asked = [(prompt, sampling) for prompt in prompts(LENGTHS[:3]) for sampling in ({}, SAMPLED)]
+    asked = list(zip(prompts(LENGTHS[:3]), ({}, SAMPLED, {}), strict=True))
     expected = [tokens_of(ordinary, *one) for one in asked]
     with PPDRuntime(folder, transport="local", dtype="float32", **layout) as runtime, ThreadPoolExecutor(3) as callers:
         assert list(callers.map(lambda one: tokens_of(runtime, *one), asked)) == expected

@@ -19,7 +19,8 @@ ODD = [specimen for specimen in SPECIAL if "longrope" in specimen.kind or "overl
 WHOLE = [*ODD, OVERLOOKED[0]]
 CUT = [specimen for specimen in SPECIAL if specimen.kind in ("dynamic rotary", "window of 5", "soft caps")]
 AWKWARD = WHOLE[-3:]
-LENGTHS = [4 * CHUNK + 1, BORDER + 1]
+LENGTH = BORDER + 1
+"""Many chunks."""
 
 
 @pytest.fixture
@@ -52,13 +53,16 @@ def test_borders_lie_where_they_do_whatever_the_length():
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("gemma2", "bfloat16")]
 )
-def test_every_layout_has_ordinary_decodings_bits(model_folder, family, dtype):
+def test_layouts_have_ordinary_decodings_bits(model_folder, family, dtype):
+    """Stages for each family, and the paper's layout by turns."""
     bench = Bench.of(model_folder(family), dtype)
     prompt = bench.prompt_ids(PROMPTS[-1])
     assert len(prompt) > 4 * CHUNK
     expected = bench.ordinary(prompt, SAMPLED)
-    same(bench.pipelined(prompt, SAMPLED, k=2, exit_layer=3), expected)
-    same(bench.pipelined(prompt, SAMPLED, k=1, exit_layer=2, run_ahead=True), expected)
+    if FAMILIES.index(family) % 2 == (dtype == "float32"):
+        same(bench.pipelined(prompt, SAMPLED, k=2, exit_layer=3), expected)
+    else:
+        same(bench.pipelined(prompt, SAMPLED, k=1, exit_layer=2, run_ahead=True), expected)
     same(bench.staged(prompt, SAMPLED, (1, 3), k=2, rows=2, seed=3), expected)
 
 
@@ -79,7 +83,7 @@ def test_the_chunk_is_part_of_what_the_bits_are(model_folder, monkeypatch):
 def test_the_library_gives_the_same_tokens(specimen: Specimen, tmp_path: Path) -> None:
     """Of one pass over all of the prompt, across the border of rotary tables too."""
     attack = Attack.on(specimen, tmp_path)
-    attack.against_transformers(prompts(LENGTHS))
+    attack.against_transformers(prompts([LENGTH]))
     assert not attack.differences
 
 
@@ -88,7 +92,7 @@ def test_the_library_gives_the_same_tokens(specimen: Specimen, tmp_path: Path) -
 def test_layouts_agree_on_what_stays_whole(specimen: Specimen, tmp_path: Path) -> None:
     """Though the layers of a stage alone may not say so."""
     attack = Attack.on(specimen, tmp_path)
-    attack.against_ordinary(prompts(LENGTHS), ["k=1", "a stage a layer"], [])
+    attack.against_ordinary(prompts([LENGTH]), ["k=1", "a stage a layer"], [])
     assert not attack.differences
 
 

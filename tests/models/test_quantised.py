@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from two_texts import texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
 from ppd_runtime.models.build import load_stage
@@ -18,33 +19,19 @@ from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.layer_range import LayerRange
 
-PROMPTS = ("a fox", "word1 word2 word3")
-SAMPLINGS = ({}, {"temperature": 0.9, "seed": 5})
-
-
-def texts(decoding) -> list[tuple[int, ...]]:
-    """What two prompts give, greedy and sampled."""
-    settings = {"max_new_tokens": 12, "ignore_eos": True}
-    return [
-        tuple(decoding.generate(prompt, **settings, **sampling).token_ids)
-        for prompt in PROMPTS
-        for sampling in SAMPLINGS
-    ]
-
 
 @pytest.mark.parametrize(
     ("family", "weights"), [("llama", "int8"), ("llama", "int4"), ("qwen2", "int4"), ("gemma2", "int8")]
 )
-def test_every_layout_and_method_gives_ordinary_decodings_text(model_folder, family, weights):
+def test_layouts_and_a_method_give_ordinary_decodings_text(model_folder, family, weights):
     folder = model_folder(family, num_layers=4)
     expected = texts(OrdinaryDecoding(folder, weights=weights))
-    assert expected != texts(OrdinaryDecoding(folder, dtype="float32")) or weights == "int8"
+    assert weights == "int8" or expected != texts(OrdinaryDecoding(folder, dtype="float32"))
     for layout in ({"k": 2}, {"stages": 3}):
         with PPDRuntime(folder, weights=weights, transport="local", **layout) as runtime:
             assert texts(runtime) == expected, layout
             assert runtime.dtype == "float32"
-    for method in ("layerskip", "adaspeed"):
-        assert texts(open_method(folder, method, weights=weights)) == expected, method
+    assert texts(open_method(folder, "layerskip", weights=weights)) == expected
 
 
 @pytest.mark.parametrize("weights", FORMAT_OF)

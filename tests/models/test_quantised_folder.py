@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from heads_for_tests import make_head, write_texts
+from two_texts import texts
 from typer.testing import CliRunner
 
-from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.main import app
 from ppd_runtime.models.checkpoint import quantised
 from ppd_runtime.models.checkpoint.config import QUANTISED, QUANTISED_CARD
@@ -30,13 +31,6 @@ from ppd_runtime.training.exit_head_run import ExitHeadRun
 ModelFolder = Callable[..., Path]
 
 
-def texts(decoding) -> list[tuple[int, ...]]:
-    """What a prompt gives, greedy and sampled."""
-    settings = {"max_new_tokens": 12, "ignore_eos": True}
-    samplings = ({}, {"temperature": 0.9, "seed": 5})
-    return [tuple(decoding.generate("a fox", **settings, **sampling).token_ids) for sampling in samplings]
-
-
 @pytest.fixture
 def int8_folder(model_folder: ModelFolder, tmp_path: Path) -> Path:
     quantise_model(str(model_folder("llama")), tmp_path / "out", "int8")
@@ -45,12 +39,7 @@ def int8_folder(model_folder: ModelFolder, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "weights", "settings"),
-    [
-        ("llama", "int8", {"dtype": "bfloat16", "max_shard_size": "100KB"}),
-        ("llama", "int4", {"tied": True}),
-        ("qwen2", "int4", {}),
-        ("gemma2", "int8", {}),
-    ],
+    [("llama", "int8", {"dtype": "bfloat16", "max_shard_size": "100KB"}), ("qwen2", "int4", {"tied": True})],
 )
 def test_a_folder_gives_the_text_of_the_setting(model_folder, tmp_path, monkeypatch, family, weights, settings):
     folder, out = model_folder(family, num_layers=4, **settings), tmp_path / "out"
@@ -63,10 +52,8 @@ def test_a_folder_gives_the_text_of_the_setting(model_folder, tmp_path, monkeypa
     expected = texts(OrdinaryDecoding(folder, weights=weights))
     monkeypatch.setattr(quantised, "quantise", lambda *_: pytest.fail("quantised at a start"))
     assert texts(OrdinaryDecoding(out)) == texts(OrdinaryDecoding(out, weights=weights)) == expected
-    for layout in ({"k": 2}, {"stages": 3}):
-        with PPDRuntime(out, transport="local", **layout) as runtime:
-            assert texts(runtime) == expected, layout
-    assert texts(open_method(out, "layerskip")) == expected
+    with PPDRuntime(out, transport="local", stages=3) as runtime:
+        assert texts(runtime) == expected
 
 
 def test_the_command_writes_a_folder_with_a_card(model_folder: ModelFolder, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Files as other programs write them open as those programs' own readers open them, or are refused in one line."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ STAGED += (
     "added tokens, resized",
     "GGUF with equal tokens",
 )
-PACKED = [name for name in OPENED if not name.startswith("GGUF")]
+_OF_WEIGHTS = re.compile("LlamaFor|LlamaModel|Gemma|file|weights|safetensors|around|head|resized|shards")
+PACKED = [line for line in OPENED if _OF_WEIGHTS.search(line)]
+"""Whose weights are not simply those of one file with the model's names."""
 CHATS = ("chat_template.jinja", "a template in tokenizer_config.json", "templates by name")
 
 

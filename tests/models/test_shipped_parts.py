@@ -58,10 +58,9 @@ def test_tokens_are_ordinary_decodings(method: str, settings: dict[str, object])
     ordinary = OrdinaryDecoding("demo", dtype="float32")
     drafting = open_method("demo", method, dtype="float32", **settings)
     accepted = 0
-    for sampling in ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}):
-        for prompt in PROMPTS:
-            expected = ordinary.generate(prompt, max_new_tokens=32, ignore_eos=True, **sampling)
-            result = drafting.generate(prompt, max_new_tokens=32, ignore_eos=True, **sampling)
-            assert result.token_ids == expected.token_ids
-            accepted += result.stats.hits
-    assert accepted > 6 * 32 / 4
+    for prompt, sampling in zip(PROMPTS, ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 5}, {}), strict=True):
+        expected = ordinary.generate(prompt, max_new_tokens=20, ignore_eos=True, **sampling)
+        result = drafting.generate(prompt, max_new_tokens=20, ignore_eos=True, **sampling)
+        assert result.token_ids == expected.token_ids
+        accepted += result.stats.hits
+    assert accepted > 3 * 20 / 4

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models_for_tests import build_model, build_tokenizer
 from safetensors.torch import load_file, save_file
+from two_texts import texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint import loading, weight_cache
@@ -20,46 +21,32 @@ from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.checkpoint.weight_cache import map_tensors
 
 NUM_LAYERS = 4
-FORMS: dict[str, Callable[[str], str]] = {
-    "the base model alone": lambda name: name.removeprefix("model."),
-    "a model around the model": lambda name: f"model.{name}",
-}
 Saved = Callable[..., tuple[Path, Path]]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
-    """A model in a folder, and again in one whose files have other names."""
+    """A model in a folder, and its base alone in another one, whose tensors lack the names' beginning."""
 
-    def save(form: str = "the base model alone", sharded: bool = False, **settings: Any) -> tuple[Path, Path]:
-        model, folders = build_model("llama", num_layers=NUM_LAYERS, tied=True, **settings), []
-        for kind in ("plain", "odd"):
-            folder = tmp_path / kind
-            alone = kind == "odd" and form == "the base model alone"
-            size = "40KB" if sharded and kind == "odd" else "5GB"
-            (model.model if alone else model).save_pretrained(folder, max_shard_size=size)
+    def save(sharded: bool = False, **settings: Any) -> tuple[Path, Path]:
+        model = build_model("llama", num_layers=NUM_LAYERS, tied=True, **settings)
+        plain, odd = tmp_path / "plain", tmp_path / "odd"
+        model.save_pretrained(plain)
+        model.model.save_pretrained(odd, max_shard_size="40KB" if sharded else "5GB")
+        for folder in (plain, odd):
             build_tokenizer().save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
-            folders.append(folder)
-        if form != "the base model alone":
-            tensors = load_file(folders[1] / "model.safetensors")
-            odd = {FORMS[form](name): tensor for name, tensor in tensors.items()}
-            save_file(odd, folders[1] / "model.safetensors", {"format": "pt"})
-        return folders[0], folders[1]
+        return plain, odd
 
     return save
 
 
-def texts(decoding) -> list[tuple[int, ...]]:
-    """What a prompt gives, greedy and sampled."""
-    settings = {"max_new_tokens": 10, "ignore_eos": True}
-    samplings = ({}, {"temperature": 0.9, "seed": 5})
-    return [tuple(decoding.generate("a fox", **settings, **sampling).token_ids) for sampling in samplings]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
-def test_a_base_models_files_open_in_every_format(saved: Saved, weights: str | None, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("weights", "sharded", "layout"), [(None, True, {"k": 1}), ("int8", False, {"stages": 2}), ("int4", True, {"k": 1})]
+)
+def test_a_base_models_files_open_in_every_format(
+    saved: Saved, weights: str | None, sharded: bool, layout: dict[str, int]
+) -> None:
     plain, odd = saved(sharded=sharded)
     assert not any(name.startswith("model.") for path in weight_files(odd) for name in load_file(path))
     info, other = describe(str(odd), weights), describe(str(plain), weights)
@@ -70,16 +57,8 @@ def test_a_base_models_files_open_in_every_format(saved: Saved, weights: str | N
         assert weight_bytes(info, first, last, torch.float32) == weight_bytes(other, first, last, torch.float32)
     expected = texts(OrdinaryDecoding(plain, weights=weights))
     assert texts(OrdinaryDecoding(odd, weights=weights)) == expected
-    for layout in ({"k": 1}, {"stages": 2}):
-        with PPDRuntime(odd, weights=weights, transport="local", **layout) as runtime:
-            assert texts(runtime) == expected, layout
-
-
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_names_that_only_float_layouts_took_are_taken_packed(saved: Saved, weights: str | None) -> None:
-    plain, odd = saved("a model around the model")
-    assert "model.model.layers.0.mlp.up_proj.weight" in load_file(odd / "model.safetensors")
-    assert texts(OrdinaryDecoding(odd, weights=weights)) == texts(OrdinaryDecoding(plain, weights=weights))
+    with PPDRuntime(odd, weights=weights, transport="local", **layout) as runtime:
+        assert texts(runtime) == expected
 
 
 def test_a_folder_is_quantised_from_a_base_models_files(saved: Saved, tmp_path: Path) -> None:

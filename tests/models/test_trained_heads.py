@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import pairs_first
 from heads_for_tests import make_head, shake
 from models_for_tests import load_stage
 from safetensors.torch import load_file, save_file
@@ -33,9 +34,9 @@ def states(dtype: str = "float32", tokens: int = 5) -> torch.Tensor:
     return torch.randn(1, tokens, 32, generator=generator).to(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "family", "dtype"), pairs_first(KINDS, ["llama", "gemma2", "qwen3"], ["float32", "bfloat16"])
+)
 def test_a_new_head_is_the_shared_head(model_folder: ModelFolder, kind: str, family: str, dtype: str) -> None:
     stage = load_stage(model_folder(family), dtype)
     head = new_head(kind, stage.model).to(stage.model.dtype)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +15,7 @@ import torch
 from compilers import needs_compiler
 from damage import WAYS, clear
 from disks import disk, read_only
-from filelock import FileLock
+from grids import pairs_first
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -25,7 +23,6 @@ import ppd_runtime.launch.startup
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import cache_folder
-from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint import weight_cache
 from ppd_runtime.models.checkpoint.description import describe
@@ -111,9 +108,10 @@ def test_rounded_copies(path: Path) -> None:
     assert copy != copy_of(path)
 
 
-@pytest.mark.parametrize("dtype", [NARROW, torch.float16, WIDE])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "stored", "dtype"),
+    pairs_first(["llama", "gemma2", "glm4_moe", "gpt_oss"], ["float32", "bfloat16"], [NARROW, torch.float16, WIDE]),
+)
 def test_a_model_has_the_numbers_that_the_library_gives_it(
     family: str, stored: str, dtype: torch.dtype, model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -231,15 +229,6 @@ def test_makers_that_no_lock_keeps_apart_make_whole_copies(path: Path, monkeypat
     assert list(cache_folder().glob("*.safetensors*")) == copies[:1]
 
 
-def test_a_maker_is_waited_for_but_not_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = copy_of(path)
-    copy.unlink()
-    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.2)
-    with FileLock(copy.with_name(f"{copy.stem.partition('-')[0]}.lock")):
-        assert copy_of(path) is None
-    assert copy_of(path) == copy
-
-
 def test_a_start_without_a_home_needs_no_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
 
@@ -316,13 +305,6 @@ def test_a_damaged_copy_is_named(tmp_path: Path, content: bytes) -> None:
         list(map_tensors(damaged))
 
 
-def test_a_copy_that_was_cut_short_is_named(path: Path) -> None:
-    copy = copy_of(path)
-    os.truncate(copy, copy.stat().st_size - 100)
-    with pytest.raises(ValueError, match="is damaged"):
-        list(map_tensors(copy))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_damaged_copy_gives_no_wrong_token(
     way: str, model_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
@@ -343,39 +325,6 @@ def test_a_damaged_copy_gives_no_wrong_token(
         caplog.clear()
     assert texts == texts[:1] * 3
     assert load_file(copy).keys() == load_file(model_folder("llama", dtype="bfloat16") / "model.safetensors").keys()
-
-
-_STARTS = """
-import sys, time
-from pathlib import Path
-import torch
-from ppd_runtime.models.checkpoint import weight_cache
-from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
-weight_cache.SETTLED_S = -1.0
-model = Path(sys.argv[1])
-print("imported", flush=True)
-sys.stdin.readline()
-(copy,) = kept_copies([model], torch.float32).values()
-print(float(sum(tensor.double().sum() for _, tensor in map_tensors(copy))), flush=True)
-"""
-
-
-def test_processes_that_find_it_damaged_together(tmp_path: Path) -> None:
-    """One of them says so and makes it again, the other waits for that."""
-    path = tmp_path / "large.safetensors"
-    save_file({"a": torch.randn(6_000_000, generator=torch.manual_seed(0)).to(NARROW)}, path)
-    expected = float(load_file(path)["a"].double().sum())
-    clear(copy_of(path))
-    command, pipes = [sys.executable, "-c", _STARTS, str(path)], dict.fromkeys(("stdin", "stdout", "stderr"), -1)
-    starts = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    assert [start.stdout.readline() for start in starts] == ["imported\n"] * 2
-    for start in starts:
-        start.stdin.write("go\n")
-        start.stdin.flush()
-    outcomes = [start.communicate(timeout=100) for start in starts]
-    assert [float(said) for said, _ in outcomes] == [pytest.approx(expected)] * 2
-    assert "".join(complaint for _, complaint in outcomes).count("is damaged, so it is removed") == 1
-    assert is_whole(copy_of(path))
 
 
 def test_a_disk_that_fills_up_while_a_copy_is_made(
@@ -437,24 +386,28 @@ def test_a_stage_holds_no_copy_of_its_own(dtype: torch.dtype) -> None:
     assert _own(model.parameters(), copies or {str(describe("demo").folder / "model.safetensors")}) == 0
 
 
+@pytest.fixture(scope="module")
+def code() -> dict[PassKind, tuple[Path, ...]]:
+    """Of the demo model's head, the quickest to make, in the folder that all tests share."""
+    made = compile_ahead(describe("demo"), torch.float32, "cpu", ())
+    return {PassKind.HEAD: made[PassKind.HEAD]}
+
+
 @needs_maps
 @needs_compiler
-@pytest.mark.parametrize("in_large", [True, False])
-def test_compiled_code_reads_what_all_processes_share(in_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppd_runtime.models.compiled.passes.in_large_pages", lambda _: in_large)
-    info = describe("demo")
-    code = {PassKind.HEAD: compile_ahead(info, torch.float32, "cpu", ())[PassKind.HEAD]}  # the quickest to make
-    stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._in_bfloat16.values()
-    assert half.dtype == torch.bfloat16
-    assert same_numbers(half, stage.model.lm_head.weight)
-    copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
-    assert len(copies) == 2
-    assert (_mapped_at(half.data_ptr()) in copies) == in_large
-    monkeypatch.setattr("ppd_runtime.models.compiled.passes.MOST_IN_OWN_PAGES", 0)
-    stage = load_stage(info, 2, torch.float32, "cpu", code)
-    (half,) = stage._compiled._in_bfloat16.values()
-    assert _mapped_at(half.data_ptr()) in copies, "a large model is shared whatever its pages"
+def test_compiled_code_reads_what_all_processes_share(code, monkeypatch: pytest.MonkeyPatch) -> None:
+    info, passes = describe("demo"), "ppd_runtime.models.compiled.passes"
+    for in_large, most_of_its_own, is_shared in ((True, None, True), (False, None, False), (False, 0, True)):
+        monkeypatch.setattr(f"{passes}.in_large_pages", lambda _, found=in_large: found)
+        if most_of_its_own is not None:  # a large model is shared whatever its pages
+            monkeypatch.setattr(f"{passes}.MOST_IN_OWN_PAGES", most_of_its_own)
+        stage = load_stage(info, 2, torch.float32, "cpu", code)
+        (half,) = stage._compiled._in_bfloat16.values()
+        assert half.dtype == torch.bfloat16
+        assert same_numbers(half, stage.model.lm_head.weight)
+        copies = {str(copy) for copy in cache_folder().glob("*.safetensors")}
+        assert len(copies) == 2
+        assert (_mapped_at(half.data_ptr()) in copies) == is_shared
 
 
 def test_tensors_stand_in_the_order_in_which_they_are_read(path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from heads_for_tests import make_head
 from node_trees import chain_behind
 from pipeline_runs import PROMPTS, Bench, begin_message
-from virtual_stages import Text, VirtualBoundaryHead
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.layouts import DECIDER
@@ -56,12 +55,11 @@ def test_tokens_are_ordinary_decodings(folder, heads, own, sampling):
         settings["exit_head"] = heads
     ordinary = OrdinaryDecoding(folder)
     with PPDRuntime(folder, transport="local", rows=2, **settings) as runtime:
-        for prompt in PROMPTS[:2]:
-            expected = ordinary.generate(prompt, max_new_tokens=16, ignore_eos=True, **sampling)
-            result = runtime.generate(prompt, max_new_tokens=16, ignore_eos=True, **sampling)
-            assert result.token_ids == expected.token_ids
-            outside = [token for token in result.token_ids if token >= own.get("guess_vocab", 300)]
-            assert result.stats.outside_guess_vocab == len(outside)
+        expected = ordinary.generate(PROMPTS[1], max_new_tokens=16, ignore_eos=True, **sampling)
+        result = runtime.generate(PROMPTS[1], max_new_tokens=16, ignore_eos=True, **sampling)
+    assert result.token_ids == expected.token_ids
+    outside = [token for token in result.token_ids if token >= own.get("guess_vocab", 300)]
+    assert result.stats.outside_guess_vocab == len(outside)
 
 
 def test_heads_stand_at_the_boundaries_behind_their_layers(folder, heads):
@@ -141,20 +139,6 @@ def test_a_sampler_ranks_alike_behind_a_text_and_a_copy_of_it(settings, some):
     found = ranked.guesses(logits, texts, 3)
     assert found == ranked.guesses(logits, [[*text] for text in texts], 3)
     assert (found == ranked.guesses(logits, texts[:1] * 4, 3)) == sampler.plain
-
-
-def test_heads_that_are_told_texts_find_their_places():
-    """Those of tests and of the simulator, which need more of a text than its length."""
-    tree, nodes = chain_behind([0, 1, 2], (3, 4, 9))
-    texts = [tree.text(node) for node in nodes]
-    hidden = torch.zeros(1, len(nodes), 32)
-    for head in (
-        OracleHead(((0, 1, 2, 3, 4, 5),), 1.0, 300),
-        VirtualBoundaryHead(Text([1] * 8, [0] * 8), 1, [0.5]),
-    ):
-        found = [guesses[0][0] for guesses in head.guesses(hidden, texts, 1)]
-        assert found[:3] == [3, 4, 5]
-        assert found == [guesses[0][0] for guesses in head.guesses(hidden, [[*text] for text in texts], 1)]
 
 
 def test_states_leave_before_the_head_is_asked(folder):

@@ -10,10 +10,9 @@ from grids import nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_check.automaton import NOTHING, Automaton
-from model_check.cases import QUICK, Case, ahead, one_sub, several
+from model_check.cases import LONGER, QUICK, RUN_AHEAD_TWICE, Case, ahead, one_sub, several
 from model_check.processes import Scenario, small_world
 from model_check.search import (
-    Bounds,
     Counterexample,
     Explored,
     Search,
@@ -22,7 +21,7 @@ from model_check.search import (
     fair_moves,
     moves_behind,
 )
-from model_check.staged_cases import REFINED, TWO_STAGES, stages
+from model_check.staged_cases import TWO_STAGES, stages
 from model_check.system import DEAD, Move, State, System
 from model_check.toy import ToyModel
 
@@ -43,10 +42,9 @@ def kept_search(case: Case) -> tuple[System, Explored]:
     return case.search()
 
 
-_LONGER = Case("two subs, a fault, two deviations", several(3, 2, 2, 1, 2, 0), 1, Bounds(deviations=2))
-
-
-@pytest.mark.parametrize("case", [*QUICK, pytest.param(_LONGER, marks=nightly)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=nightly) for case in LONGER)], ids=lambda case: case.name
+)
 def test_every_interleaving(case: Case) -> None:
     _, explored = (kept_search if case in _MERGED else Case.search)(case)
     print(explored)
@@ -177,14 +175,18 @@ MUTANTS = (
     (SubProcess, "_start_candidates", _again_on_top, _FAULT),
     (RunAheadSubProcess, "_go_on_from", _chain_kept, Case("", ahead(3, 0, 1))),
     (RunAheadSubProcess, "_ask", _nobody_asks, _QUICK["run ahead comes back after a fault"]),
-    (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, _QUICK["run ahead, two faults, a deviation"]),
+    (RunAheadSubProcess, "_take_token", _owes_all_that_it_won, RUN_AHEAD_TWICE),
     (RequestClient, "_is_next", _any_position, _FAULT),
     (RequestClient, "_finish", _whatever_came, _FAULT),
     (Worker, "_dispatch", _any_request, _QUICK["one sub, two requests, a fault"]),
 )
 
 
-@pytest.mark.parametrize(("owner", "name", "mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "case"),
+    [pytest.param(*mutant, marks=nightly if mutant[-1] in LONGER else ()) for mutant in MUTANTS],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant, case) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(Counterexample) as found:
@@ -193,11 +195,11 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, owner, name, mutant
 
 
 def test_without_a_mistake_none_is_found() -> None:
-    for case in {case for *_, case in MUTANTS} - set(QUICK):  # those are searched above
+    for case in {case for *_, case in MUTANTS} - {*QUICK, *LONGER}:  # those are searched above
         assert case.search()[1].is_complete
 
 
-_MERGED = (_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT, TWO_STAGES, REFINED)
+_MERGED = (_QUICK["one sub and rests, a fault"], _QUICK["run ahead, a fault"], _FAULT, TWO_STAGES)
 
 
 @pytest.mark.parametrize("case", _MERGED, ids=lambda case: case.name)
@@ -256,7 +258,7 @@ def _readable(system: System, state: State) -> str:
     rests=st.booleans(),
     surprises=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10**6)), max_size=30),
 )
-@settings(max_examples=EXAMPLES or 40, deadline=None, derandomize=not EXAMPLES, print_blob=True)
+@settings(max_examples=EXAMPLES or 20, deadline=None, derandomize=not EXAMPLES, print_blob=True)
 def test_many_surprises(layout, pattern, tokens, runs_ahead, rests, surprises) -> None:
     """Longer texts and more processes, in fair order but for as many faults and odd turns as you like."""
     k, workers = layout

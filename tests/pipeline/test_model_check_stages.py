@@ -5,6 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from grids import nightly
 from model_check.automaton import NOTHING
 from model_check.cases import Case
 from model_check.processes import small_world
@@ -13,6 +14,7 @@ from model_check.staged_cases import (
     LEFT,
     MENDED,
     MISSED,
+    STAGED_LONGER,
     STAGED_QUICK,
     TWO_AT_ONCE,
     TWO_CANDIDATES,
@@ -36,7 +38,9 @@ WALKS = int(os.environ.get("PPD_WALKS", "0")) // 10 or 6
 _MOST_MOVES = 20_000
 
 
-@pytest.mark.parametrize("case", STAGED_QUICK, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*STAGED_QUICK, *(pytest.param(case, marks=nightly) for case in STAGED_LONGER)], ids=lambda case: case.name
+)
 def test_every_interleaving(case: Case) -> None:
     _, explored = case.search()
     print(explored)

@@ -1,6 +1,7 @@
 """The state machines with real stages: every token is ordinary decoding's, bitwise, and every pass is counted."""
 
 import contextlib
+import itertools
 import math
 import random
 
@@ -46,18 +47,18 @@ def agree(got, expected, k, workers):
 def test_bitwise_equal_at_every_exit_layer(model_folder, family, num_layers, dtype):
     bench = Bench.of(model_folder(family, num_layers=num_layers, dtype=dtype), dtype)
     prompts = [bench.prompt_ids(text) for text in PROMPTS]
-    for number, exit_layer in enumerate(range(math.ceil(num_layers / 2), num_layers)):
-        for k, params in ((1, SAMPLED), (3, GREEDY), (5, PENALISED)):
-            prompt = prompts[(number + k) % len(prompts)]
-            expected = bench.ordinary(prompt, params)
-            head = rehearsed(prompt, expected.tokens, 0.6, bench.info.vocab_size, seed=k)
-            same(bench.pipelined(prompt, params, k, exit_layer, head, seed=number), expected)
+    exit_layers = itertools.cycle(range(math.ceil(num_layers / 2), num_layers))
+    for exit_layer, (k, params) in zip(exit_layers, ((1, SAMPLED), (3, GREEDY), (5, PENALISED)), strict=False):
+        prompt = prompts[(exit_layer + k) % len(prompts)]
+        expected = bench.ordinary(prompt, params)
+        head = rehearsed(prompt, expected.tokens, 0.6, bench.info.vocab_size, seed=k)
+        same(bench.pipelined(prompt, params, k, exit_layer, head, seed=exit_layer), expected)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize(("k", "workers"), [(3, 3), (3, 1), (4, 3), (5, 2)])
 def test_ordinary_decodings_with_the_models_own_head(bench, params, k, workers):
-    for text in PROMPTS[::2]:
+    for text in PROMPTS[1::3]:
         prompt = bench.prompt_ids(text)
         agree(bench.pipelined(prompt, params, k, 3, workers=workers), bench.ordinary(prompt, params), k, workers)
 
@@ -99,8 +100,7 @@ def test_without_a_hit_main_does_exactly_what_ordinary_decoding_does(bench):
     assert kinds == ["Begin", *["ExitState", "Token"] * (len(expected.tokens) - 1), "End"]
 
 
-@pytest.mark.parametrize("where", [0, 1, 5, 13])
-@pytest.mark.parametrize("rate", [0.0, 1.0])
+@pytest.mark.parametrize(("where", "rate"), [(0, 1.0), (1, 0.0), (5, 1.0), (13, 0.0)])
 def test_eos_inside_the_text_ends_it_there(bench, where, rate):
     prompt = bench.prompt_ids(PROMPTS[1])
     tokens = bench.ordinary(prompt, GREEDY).tokens
@@ -145,7 +145,7 @@ ANY = given(
 
 
 @ANY
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_any_hit_pattern_any_order_any_straggler(
     bench, pattern, rate, layout, exit_layer, order, impatience, length, sampled
 ):

@@ -62,7 +62,7 @@ def test_in_fair_order_every_right_candidate_is_used(bench, rate):
 
 def test_with_the_models_own_head(bench):
     for params in (GREEDY, SAMPLED):
-        for text in PROMPTS:
+        for text in PROMPTS[::3]:
             prompt = bench.prompt_ids(text)
             same(bench.pipelined(prompt, params, 1, EXIT, run_ahead=True), bench.ordinary(prompt, params))
 
@@ -86,7 +86,7 @@ ANY = given(
 
 
 @ANY
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_hit_pattern_any_order_any_straggler(bench, pattern, rate, order, impatience, length, sampled):
     check_any(bench, pattern, rate, order, impatience, length, sampled)
 

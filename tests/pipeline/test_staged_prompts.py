@@ -64,7 +64,7 @@ def test_stages_work_on_different_chunks_at_once(bench, expected):
 
 @pytest.mark.parametrize("mishap", ["lost", "doubled", "late", "another's borders", "cut short"])
 def test_a_chunk_that_meets_with_a_mishap_costs_time_only(bench, expected, mishap):
-    for number in range(0, 2 * len(_borders(_run(bench))), 2 if mishap in ("lost", "late") else 3):
+    for number in range(0, 2 * len(_borders(_run(bench))), 4 if mishap in ("lost", "late") else 5):
         run, held = _run(bench, seed=number % 3 or None), []
 
         def strange(message, held=held):
@@ -86,11 +86,10 @@ def test_a_chunk_that_meets_with_a_mishap_costs_time_only(bench, expected, misha
         assert run.run() == expected
 
 
-@pytest.mark.parametrize("introduced", [True, False])
-@pytest.mark.parametrize("rank", [DECIDER, 1, 2])
+@pytest.mark.parametrize(("rank", "introduced"), [(DECIDER, True), (1, True), (1, False), (2, False)])
 def test_a_stage_that_is_lost_within_the_prompt_begins_it_anew(bench, expected, rank, introduced):
     lost_within = 0
-    for step in range(2, 32, 5):
+    for step in range(2, 32, 6):
         run = _run(bench, seed=step % 4 or None)
 
         def die(run=run):
@@ -101,13 +100,6 @@ def test_a_stage_that_is_lost_within_the_prompt_begins_it_anew(bench, expected, 
         run.network.plan[step] = die
         assert run.run() == expected
     assert lost_within >= 2
-
-
-def test_all_stages_may_be_lost_within_the_prompt(bench, expected):
-    for step in range(3, 30, 6):
-        run = _run(bench)
-        run.network.plan[step] = lambda run=run: [run.lose(rank) for rank in (2, DECIDER, 1)]
-        assert run.run() == expected
 
 
 def test_an_attempt_that_is_over_ends_between_two_chunks(bench, expected):

@@ -34,15 +34,6 @@ def test_several_texts_have_the_next_seeds(ordinary: OrdinaryDecoding) -> None:
     for wrong in (0, True, 5000):
         with pytest.raises(ValueError, match="n="):
             ordinary.generate("a", n=wrong)
-
-
-def test_several_prompts_are_answered_in_their_order(ordinary: OrdinaryDecoding) -> None:
-    answers = ordinary.generate(["a", "b", "a"], **SAMPLED)
-    assert [answer.token_ids for answer in answers] == [
-        ordinary.generate(prompt, **SAMPLED).token_ids for prompt in ("a", "b", "a")
-    ]
-    with pytest.raises(ValueError, match="prompt 2 of 2"):
-        ordinary.generate(["a", 5])
     with pytest.raises(ValueError, match="n=2 with 2 prompts"):
         ordinary.generate(["a", "b"], n=2)
 

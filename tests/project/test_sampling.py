@@ -111,17 +111,6 @@ def draw(params: SamplingParams, logits: Tensor) -> Tensor:
     return counts
 
 
-@pytest.mark.parametrize("penalty", [1.0, 0.7, 1.3, 5.0])
-@pytest.mark.parametrize("seed", range(5))
-def test_greedy_is_the_argmax_of_transformers_processors(penalty: float, seed: int) -> None:
-    params = SamplingParams(repetition_penalty=penalty, seed=seed)
-    for i in range(20):
-        logits = random_logits(50, 100 * seed + i)
-        history = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(i)).tolist()
-        expected = int(transformers_scores(params, logits, history).argmax())
-        assert Sampler(params).choose(logits, history) == expected
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-39, 1e-44, 5e-324])
 def test_a_temperature_near_zero_is_all_but_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
@@ -182,7 +171,7 @@ def test_a_choice_is_that_of_transformers_processors(settings: dict[str, float],
     """With the shared noise on top; with equal logits among them, and some that are impossible."""
     params = SamplingParams(**settings, seed=5)
     sampler, soon = Sampler(params), 0
-    for i in range(300):
+    for i in range(100):
         logits = random_logits(size, i, scale=0.3 + i % 7)
         if i % 3 == 1:
             logits = logits.round()
@@ -193,7 +182,7 @@ def test_a_choice_is_that_of_transformers_processors(settings: dict[str, float],
         expected = int((transformers_scores(params, logits, history) + noise).argmax())
         assert sampler.choose(logits, history) == expected
         soon += sampler._choice_without_doubt(logits.numpy(), len(history)) is not None
-    assert {"top_k", "top_p"} <= set(settings) or soon > 100, "else the shorter way was hardly tested"
+    assert {"top_k", "top_p"} <= set(settings) or soon > 33, "else the shorter way was hardly tested"
 
 
 @pytest.mark.parametrize("settings", BY_THE_TEXT, ids="-".join)
@@ -205,7 +194,7 @@ def test_a_choice_that_goes_by_the_text_is_that_of_plain_processors(
     params = SamplingParams(**settings, num_generated=num_generated, seed=5)
     sampler, changed, size = Sampler(params, 8), 0, 50
     history = torch.randint(0, size, (8,), generator=torch.Generator().manual_seed(1)).tolist()
-    for i in range(300):
+    for i in range(100):
         logits = random_logits(size, i % 7, scale=0.3 + i % 3)
         noise = torch.from_numpy(gumbel_noise(5, len(history), size)) if params.temperature else 0
         expected = transformers_scores(params, logits, history, 8 - num_generated)
@@ -223,16 +212,6 @@ def test_a_choice_that_goes_by_the_text_is_that_of_plain_processors(
     assert changed > 10, "else the settings were hardly tested"
     assert not sampler.plain
     assert sampler.choices(random_logits(size, 0)[None]) is None
-
-
-def test_what_a_request_counts_as_generated_goes_on_where_it_is_split() -> None:
-    """A request of 8 + 10 tokens, and its second half with the first half's tokens in the prompt, see the same."""
-    history = [3, 3, 4, 4, 5, 5, 6, 6, *range(10)]
-    logits = random_logits(50, 0)
-    whole = Sampler(SamplingParams(frequency_penalty=1.0), 8)
-    second = Sampler(SamplingParams(frequency_penalty=1.0, num_generated=10), 18)
-    assert torch.equal(whole.noisy_scores(logits, history), second.noisy_scores(logits, history))
-    assert not torch.equal(whole.noisy_scores(logits, history), Sampler(whole.params, 18).noisy_scores(logits, history))
 
 
 def test_a_processor_that_gives_no_scores_is_named() -> None:
@@ -325,16 +304,6 @@ def test_the_noise_samples_the_processed_distribution_exactly(settings: dict[str
     assert chi_squared_p_value(counts, other) < 1e-3, "the test would notice another temperature"
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 5, "top_p": 0.3}, {"top_p": 1e-6}])
-def test_filtered_tokens_are_never_chosen(settings: dict[str, float]) -> None:
-    params = SamplingParams(temperature=2.0, **settings)
-    for i in range(300):
-        logits = random_logits(100, i, scale=0.2)
-        history = [0] * (i + 1)
-        kept = transformers_scores(params, logits, history).isfinite()
-        assert kept[Sampler(params).choose(logits, history)]
-
-
 def test_a_text_can_be_repeated_and_another_seed_gives_another() -> None:
     logits = [random_logits(300, i) for i in range(40)]
 
@@ -356,19 +325,8 @@ def test_the_choice_depends_on_the_position_and_not_on_the_tokens_before() -> No
     assert len({sampler.choose(logits, [0] * n) for n in range(1, 60)}) > 30
 
 
-def test_choosing_changes_nothing_it_is_given() -> None:
-    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.4)
-    logits, history = random_logits(50, 0), [1, 2, 3]
-    kept = logits.clone()
-    first = Sampler(params).choose(logits, history)
-    Sampler(params).rank(logits, history, 7)
-    assert torch.equal(logits, kept)
-    assert history == [1, 2, 3]
-    assert Sampler(params).choose(logits, history) == first
-
-
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}, *SETTINGS], ids=str)
-@pytest.mark.parametrize("size", [VOCAB, 300, 5000])
+@pytest.mark.parametrize("size", [VOCAB, 5000])
 def test_the_first_rank_is_the_choice(settings: dict[str, float], size: int) -> None:
     sampler = Sampler(SamplingParams(**settings, seed=3))
     for i in range(25):
@@ -377,18 +335,6 @@ def test_the_first_rank_is_the_choice(settings: dict[str, float], size: int) -> 
         assert ranked[0] == sampler.choose(logits, history)
         assert len(set(ranked)) == 5
         assert sampler.rank(logits, history, 2) == ranked[:2]
-
-
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}], ids=str)
-def test_the_first_rank_is_the_choice_among_equal_logits(settings: dict[str, float]) -> None:
-    """bf16 heads give the two best tokens the same logit quite often."""
-    sampler = Sampler(SamplingParams(**settings))
-    for i in range(25):
-        logits = random_logits(300, i).bfloat16().float()
-        logits[[20 + i, 200 + i, 250 + i]] = logits.max()
-        ranked = sampler.rank(logits, [20 + i], 3)
-        assert ranked[0] == sampler.choose(logits, [20 + i])
-        assert len(set(ranked)) == 3
 
 
 @pytest.mark.parametrize("k", [1, 3, VOCAB])

@@ -51,7 +51,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(texts)
 @example("a🦊é́\u200dz東京")
 @example("\ufffd\ufffdx\ufffd")
@@ -65,7 +65,7 @@ def test_a_text_comes_back_whole_and_without_half_characters(text: str) -> None:
         assert pieces[-1] == "", "a complete text needs no finish"
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(token_lists)
 @example([END_ID])
 @example([A, END_ID, END_ID, B])
@@ -87,7 +87,7 @@ def test_tokens_beyond_the_tokenizers_vocabulary_add_nothing() -> None:
     assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == decoded(BYTE_LEVEL, token_ids) == "ab"
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(st.sampled_from(["é", "€", "🦊", "x", "\n", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]), max_size=8))
 def test_sentencepiece_words_and_bytes(parts: list[str | int]) -> None:
     token_ids: list[int] = []
@@ -98,22 +98,6 @@ def test_sentencepiece_words_and_bytes(parts: list[str | int]) -> None:
     assert not any(HALF in piece for piece in pieces)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.lists(st.one_of(st.just(2), st.integers(FIRST_WORD, FIRST_WORD + 13)), max_size=8))
-@example([FIRST_WORD + 2, 2, FIRST_WORD + 8])
-def test_a_special_token_between_words_swallows_no_space(token_ids: list[int]) -> None:
-    """With `ignore_eos` a text goes on after its end: `▁dog </s> ▁do` is "dog do"."""
-    assert "".join(pieces_of(SENTENCEPIECE, token_ids)) == decoded(SENTENCEPIECE, token_ids)
-
-
-def test_half_a_character_at_the_end_is_shown_by_finish() -> None:
-    token_ids = BYTE_LEVEL.encode("ab🦊")[:-1]
-    pieces = pieces_of(BYTE_LEVEL, token_ids)
-    assert "".join(pieces[:-1]) == "ab"
-    assert set(pieces[-1]) == {HALF}
-    assert "".join(pieces) == decoded(BYTE_LEVEL, token_ids)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_gives_what_decoding_at_once_does(kind: str) -> None:
     tokenizer = KINDS[kind]
@@ -122,7 +106,7 @@ def test_every_kind_of_tokenizer_gives_what_decoding_at_once_does(kind: str) -> 
         some = [FIRST_BYTE + byte for byte in "aé€ ".encode()]
         numbers = st.one_of(st.integers(0, 2), st.sampled_from(some), st.integers(FIRST_WORD, len(tokenizer) - 1))
 
-    @settings(max_examples=200, derandomize=True, deadline=None)
+    @settings(max_examples=100, derandomize=True, deadline=None)
     @given(st.lists(numbers, max_size=10))
     def check(token_ids: list[int]) -> None:
         if not has_mixed_bytes(tokenizer, token_ids):
@@ -173,7 +157,7 @@ def a_word(tokenizer: PreTrainedTokenizerBase) -> int:
     return FIRST_WORD + 3 if has_bytes(tokenizer) else 5
 
 
-LONG = 4000
+LONG = 1000
 HALVES = (b"\xf0", b"\x9f", b"\xf0\x9f", b"\xf0\x9f\xa6", b"\xe6\x97")
 
 
@@ -222,7 +206,7 @@ def texts_with_a_stop(draw: st.DrawFn) -> tuple[str, str]:
     return text, draw(st.text("ab e🦊é", min_size=1, max_size=5))
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(texts_with_a_stop())
 @example(("aab", "ab"))
 @example(("aaab", "aab"))
@@ -239,7 +223,7 @@ def test_a_stop_text_ends_the_text_before_its_first_place(case: tuple[str, str])
     assert stream.stopped == (stop in text)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.text("abc ", max_size=30), st.lists(st.text("abc ", min_size=1, max_size=4), min_size=1, max_size=3))
 @example("wait for the dog", ["he", "th"])
 @example("wait for the dog", ["th", "he"])

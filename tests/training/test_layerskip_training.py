@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from heads_for_tests import write_texts
 from models_for_tests import FAMILIES, build_model
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -150,39 +149,6 @@ def test_exit_scores(model_folder: ModelFolder) -> None:
     assert second.loss == pytest.approx(float(F.cross_entropy(capped.flatten(0, 1), rows[:, 1:].flatten())), rel=1e-4)
     assert second.agreement == pytest.approx(float((logits.argmax(-1) == output.logits.argmax(-1)).float().mean()))
     assert (second.layer, last.layer, last.agreement) == (2, 4, 1.0)
-
-
-class Stopped(Exception):
-    pass
-
-
-@pytest.mark.parametrize("from_scratch", [True, False])
-def test_a_stopped_training_goes_on_as_if_it_had_not(
-    model_folder: ModelFolder, tmp_path: Path, from_scratch: bool
-) -> None:
-    data, folder = write_texts(tmp_path / "texts.jsonl"), model_folder("llama", tied=True)
-    recipe = replace(QUICK, from_scratch=from_scratch)
-    whole = run_on(folder, data, recipe, "whole")
-    whole.train()
-    whole.finish()
-
-    def stop(step: int, loss: float) -> None:
-        if step == 3:
-            raise Stopped
-
-    stopped = run_on(folder, data, recipe)
-    with pytest.raises(Stopped):
-        stopped.training.run(stopped.checkpoint, stop, save_every_s=0)
-    steps: list[int] = []
-    resumed = run_on(folder, data, recipe)
-    resumed.train(lambda step, loss: steps.append(step))
-    resumed.finish()
-    assert steps == list(range(4, 9))
-    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "model")]
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    other = run_on(folder, data, replace(recipe, seed=1), "other")
-    other.train()
-    assert not torch.equal(other.training.model.model.norm.weight, resumed.training.model.model.norm.weight)
 
 
 def test_from_scratch_a_shape_and_a_tokenizer_are_enough(model_folder: ModelFolder, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from heads_for_tests import write_texts
 from models_for_tests import load_stage
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime.models.checkpoint.description import describe
@@ -91,30 +90,6 @@ def test_trained_saved_and_loaded(model_folder: ModelFolder, tmp_path: Path) -> 
         describe_probe(tmp_path / "probe", describe(str(model_folder("llama"))))
     with pytest.raises(ValueError, match=r"not for layer 2: choose layer 3 alone"):
         known.check_layers([2])
-
-
-class Stopped(Exception):
-    pass
-
-
-def test_a_stopped_training_goes_on_as_if_it_had_not(model_folder: ModelFolder, tmp_path: Path) -> None:
-    data, folder = write_texts(tmp_path / "texts.jsonl"), model_folder("llama")
-    whole, stopped = run_on(folder, data, out="whole"), run_on(folder, data)
-    whole.train()
-    whole.finish()
-
-    def stop(step: int, loss: float) -> None:
-        if step == 3:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        stopped.training.run(stopped.checkpoint, stop, save_every_s=0)
-    resumed = run_on(folder, data)
-    resumed.train()
-    resumed.finish()
-    tensors = [load_file(tmp_path / name / "probe.safetensors") for name in ("whole", "probe")]
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["probe", "texts.jsonl", "whole"]
 
 
 def test_mistakes_are_found_before_anything_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:

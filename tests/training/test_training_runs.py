@@ -9,14 +9,41 @@ import pytest
 from heads_for_tests import write_texts
 from torch import nn
 
+from ppd_runtime.models.trained.heads import AFFINE
 from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun
+from ppd_runtime.training.exit_head import HeadRecipe
+from ppd_runtime.training.exit_head_run import ExitHeadRun
 from ppd_runtime.training.layerskip import recipe_for
 from ppd_runtime.training.layerskip_run import LayerSkipRun
 from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
-from ppd_runtime.training.run import TrainingRun, alone
+from ppd_runtime.training.recipe import ExitRecipe
+from ppd_runtime.training.run import PartRun, TrainingRun, alone
 
 ModelFolder = Callable[..., Path]
 SAME = {"exit_layer": 1, "learning_rate": 0.01, "batch_size": 4, "max_length": 24, "epochs": 1, "max_steps": 3}
+
+
+Make = Callable[..., TrainingRun]
+"""Makes a training of a model's folder, a file of texts and a folder to be."""
+
+
+def part(trained: type[PartRun], recipe: Callable[..., ExitRecipe], **own: object) -> Make:
+    return lambda model, data, out: trained(str(model), str(data), recipe(**SAME, **own), out, "float32")
+
+
+def layerskip(from_scratch: bool) -> Make:
+    recipe = recipe_for(from_scratch, max_length=24, max_steps=SAME["max_steps"])
+    return lambda model, data, out: LayerSkipRun(str(model), str(data), recipe, out, "float32")
+
+
+TRAININGS: dict[str, Make] = {
+    "adapter": part(AdapterRun, AdapterRecipe),
+    "probe": part(ProbeRun, ProbeRecipe),
+    "exit head": part(ExitHeadRun, HeadRecipe),
+    "exit head, affine": part(ExitHeadRun, HeadRecipe, kind=AFFINE),
+    "LayerSkip": layerskip(False),
+    "LayerSkip from scratch": layerskip(True),
+}
 
 
 @pytest.fixture
@@ -84,18 +111,39 @@ def test_no_room_to_keep_a_training(run: AdapterRun, tmp_path: Path) -> None:
     assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
 
 
-def layerskip(run: AdapterRun) -> TrainingRun:
-    recipe = recipe_for(False, max_length=24, max_steps=3)
-    return LayerSkipRun(str(run.info.folder), run.data, recipe, run.out, "float32")
-
-
-@pytest.mark.parametrize("of", [lambda run: run, layerskip])
-def test_no_room_for_the_folder(run: AdapterRun, tmp_path: Path, of: Callable[[AdapterRun], TrainingRun]) -> None:
+@pytest.mark.parametrize("kind", ["adapter", "LayerSkip"])
+def test_no_room_for_the_folder(model_folder: ModelFolder, tmp_path: Path, kind: str) -> None:
     """The training is kept, and the same command writes the folder once there is room."""
-    training = of(run)
+    data = write_texts(tmp_path / "texts.jsonl")
+    training = TRAININGS[kind](model_folder("llama"), data, tmp_path / "out")
     training.train()
     with no_room_for(4000), pytest.raises(ValueError, match="give a file that can be written"):
         training.finish()
     assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
     training.finish()
     assert names(tmp_path) == ["out", "texts.jsonl"]
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_a_stopped_training_goes_on_as_if_it_had_not(model_folder: ModelFolder, tmp_path: Path, kind: str) -> None:
+    data, model = write_texts(tmp_path / "texts.jsonl"), model_folder("llama", tied="Skip" in kind)
+
+    def begin(name: str) -> TrainingRun:
+        return TRAININGS[kind](model, data, tmp_path / name)
+
+    def stop(step: int, loss: float) -> None:
+        if step == 1:
+            raise KeyboardInterrupt
+
+    whole, stopped, steps = begin("whole"), begin("stopped"), list[int]()
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        stopped.training.run(stopped.checkpoint, stop, save_every_s=0)
+    resumed = begin("stopped")
+    resumed.train(lambda step, loss: steps.append(step))
+    for run in (whole, resumed):
+        run.finish()
+    assert steps == [2, 3]
+    assert names(tmp_path) == ["stopped", "texts.jsonl", "whole"]
+    (expected,), (found,) = ((tmp_path / name).glob("*.safetensors") for name in ("whole", "stopped"))
+    assert found.read_bytes() == expected.read_bytes()

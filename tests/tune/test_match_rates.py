@@ -63,18 +63,22 @@ def generated(folder: Path, sampling: SamplingParams) -> Iterator[tuple[list[int
         yield list(result.prompt_ids), result.token_ids, own
 
 
-def hits_token_by_token(folder: Path, sampling: SamplingParams, exit_layer: int, k: int, logits_only: bool) -> int:
-    """Asks the pipeline's exit head for candidates before every token, as a sub-process does."""
-    stage, hits = load_stage(folder), 0
+def named_token_by_token(
+    folder: Path, sampling: SamplingParams, logits_only: bool = False
+) -> Iterator[dict[tuple[int, int], bool]]:
+    """For each token, each exit layer and each k whether the pipeline's exit head names it among k."""
+    stage = load_stage(folder)
     for prompt_ids, tokens, own in generated(folder, sampling):
         head = ModelHead(stage, Sampler(replace(own, temperature=0.0) if logits_only else own, len(prompt_ids)))
         stage.begin(len(prompt_ids) + len(tokens))
         history, inputs = list(prompt_ids), list(prompt_ids)
         for token in tokens:
-            hidden = stage.run(0, exit_layer, inputs, stage.length(0))
-            hits += token in head.candidates(hidden, history, k)
+            hidden, named, position = inputs, {}, stage.length(0)
+            for layer in range(1, NUM_LAYERS):
+                hidden = stage.run(layer - 1, layer, hidden, position)
+                named |= {(layer, k): token in head.candidates(hidden, history, k) for k in KS}
+            yield named
             history, inputs = [*history, token], [token]
-    return hits
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,11 @@ def test_rates_are_those_of_the_pipelines_exit_head(
     folder = model_folder(family)
     report = report_on(folder, sampling)
     assert set(report.overall) == ({LOGITS} if sampling.greedy else {SHARED_NOISE, LOGITS})
-    for (ranking, rates), layer, k in itertools.product(report.overall.items(), (1, 2, 3), KS):
-        expected = hits_token_by_token(folder, sampling, layer, k, logits_only=ranking == LOGITS)
-        assert rates.comparisons == len(PROMPTS) * NEW_TOKENS
-        assert rates.rate(layer, k) == expected / rates.comparisons
+    for ranking, rates in report.overall.items():
+        named = list(named_token_by_token(folder, sampling, logits_only=ranking == LOGITS))
+        assert rates.comparisons == len(named) == len(PROMPTS) * NEW_TOKENS
+        for layer, k in itertools.product((1, 2, 3), KS):
+            assert rates.rate(layer, k) == sum(one[layer, k] for one in named) / len(named)
     assert 0 < report.runtime_rates.rate(3, 5) < 1  # the comparison says something
 
 
@@ -133,31 +138,14 @@ def test_first_boundaries_are_those_of_the_pipelines_exit_heads(
 ) -> None:
     """Token by token: the first of several boundaries whose candidates hold it."""
     folder, cuts = model_folder("llama"), ((2,), (1, 3), (1, 2, 3))
-    report = report_on(folder, sampling, cuts=cuts)
+    report, tokens = report_on(folder, sampling, cuts=cuts), list(named_token_by_token(folder, sampling))
     for row, (places, k) in itertools.product(report.first_boundaries[report.setting.rankings[0]], enumerate(KS)):
         expected = [0] * (len(row.cuts) + 1)
-        for named in candidates_token_by_token(folder, sampling, k):
-            expected[next((at for at, cut in enumerate(row.cuts) if named[cut]), len(row.cuts))] += 1
+        for named in tokens:
+            expected[next((at for at, cut in enumerate(row.cuts) if named[cut, k]), len(row.cuts))] += 1
         assert row.counts[places].tolist() == expected
         assert row.shares(k) == tuple(count / (len(PROMPTS) * NEW_TOKENS) for count in expected)
     assert [row.cuts for row in report.first_boundaries[LOGITS]] == list(cuts)
-
-
-def candidates_token_by_token(folder: Path, sampling: SamplingParams, k: int) -> Iterator[dict[int, bool]]:
-    """For each token and each exit layer whether the pipeline's exit head names it among k."""
-    stage = load_stage(folder)
-    for prompt_ids, tokens, own in generated(folder, sampling):
-        head = ModelHead(stage, Sampler(own))
-        stage.begin(len(prompt_ids) + len(tokens))
-        history, inputs = list(prompt_ids), list(prompt_ids)
-        for token in tokens:
-            hidden, named = inputs, {}
-            position = stage.length(0)
-            for layer in range(1, NUM_LAYERS):
-                hidden = stage.run(layer - 1, layer, hidden, position)
-                named[layer] = token in head.candidates(hidden, history, k)
-            yield named
-            history, inputs = [*history, token], [token]
 
 
 def test_first_boundaries_of_given_places() -> None:
@@ -191,7 +179,6 @@ def test_rates_of_weights_of_few_bits_are_those_of_their_folder(
     given, theirs = report_on(folder, weights=weights), report_on(tmp_path / "out")
     assert given.as_dict()["weights"] == theirs.as_dict()["weights"] == weights
     assert (given.overall[LOGITS].hits == theirs.overall[LOGITS].hits).all()
-    assert report_on(folder).as_dict()["weights"] == "floats"
 
 
 def test_measuring_more_than_a_block_of_positions(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +233,7 @@ def test_a_text_that_ends_early_counts_as_far_as_it_goes(model_folder: ModelFold
 
 def test_ranges_sum_up_to_the_whole(model_folder: ModelFolder) -> None:
     report = report_on(model_folder("llama"), SAMPLED[0])
+    assert report.as_dict()["weights"] == "floats"
     for ranking, ranges in report.by_position.items():
         whole = report.overall[ranking]
         assert sum(rates.comparisons for rates in ranges.values()) == whole.comparisons
