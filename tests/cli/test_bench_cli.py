@@ -203,10 +203,7 @@ def test_a_text_that_differs_shows_by_how_much(model: str, prompts: str, tmp_pat
         ("--max-new-tokens 512", "--max-new-tokens 512 leaves no room for prompts in the model's 512 positions"),
         ("--dtype int8", "--dtype int8: choose one of"),
         ("--json out.json", "--json prints on standard output and takes no file: give --out out.json"),
-        (
-            "--methods layerskip:foo=3",
-            "has no setting 'foo': it has acceptance, adaptive, exit_layer, ",
-        ),
+        ("--methods layerskip:foo=3", "has no setting 'foo': it has acceptance, adaptive, exit_layer, "),
         ("--resume", "--resume goes on from what is kept beside the --out file"),
         ("--out FOLDER/none/out.json", "give a file in a folder that exists"),
         ("--chart FOLDER/out.txt", "no kind of image"),
