@@ -1,11 +1,7 @@
 """`ppd match-rate` as a user runs it: tables, files, pictures, interruptions and mistakes."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +17,6 @@ from ppd_runtime.tune.match_rates import MatchRateMeter
 app = typer.Typer()
 app.command()(match_rate)
 PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
-RUN_ALONE = """
-import signal, sys, typer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
-from ppd_runtime.cli.match_rate import match_rate
-app = typer.Typer()
-app.command()(match_rate)
-app(sys.argv[1:])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -157,24 +145,6 @@ def test_an_interruption_keeps_what_was_measured(
     assert len(calls) == 4
     assert json.loads((tmp_path / "rates.json").read_text())["num_prompts"] == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "rates.json"]
-
-
-def test_control_c_while_it_runs(model: str, prompts: str, tmp_path: Path) -> None:
-    path = Path(prompts)
-    path.write_text(path.read_text() * 200)
-    out, partial = tmp_path / "rates.json", tmp_path / "rates.json.partial.jsonl"
-    command = [sys.executable, "-c", RUN_ALONE, "--model", model, "--prompts", prompts, "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and (not partial.exists() or partial.read_bytes().count(b"\n") < 3):
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
-    assert process.returncode == 130, shown
-    kept = len(partial.read_text().splitlines()) - 1
-    assert f"ppd: {kept} prompts are kept" in shown
-    assert kept >= 2
-    assert not out.exists()
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(
