@@ -26,7 +26,6 @@ from ppd_runtime.training.adapter import AdapterRecipe
 from ppd_runtime.training.layerskip import LayerSkipRecipe
 from ppd_runtime.training.probe import ProbeRecipe
 
-PPD = [sys.executable, "-m", "ppd_runtime.cli.main"]
 TIMES = "--layer-ms 1 --head-ms 1 --exit-head-ms 1 --hop-ms 0.1"
 
 
