@@ -155,11 +155,12 @@ def test_actors_that_share_a_gpu_and_do_not_fit_there_are_refused(ray_node, fold
 
     monkeypatch.setattr(ppd_runtime.launch.ray.workers, "find_gpu", find_gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = _actors()  # of the module's own runtime
     runtime = PPDRuntime(folder, k=1, device="cuda", dtype="float32", launcher="ray", gpus_per_worker=0.5)
     line = rf"^device='cuda:[01]' of 10.0.0.3: 2 workers need .* and {free / 1e9:.2f} GB are free: choose .*$"
     with pytest.raises(ValueError, match=line):
         runtime.start()
-    assert not [process for process in psutil.process_iter(["cmdline"]) if "ray::PPD" in str(process.info["cmdline"])]
+    assert _actors() <= before
 
 
 def test_killed_actors_are_replaced(over_ray, ordinary, caplog):
@@ -248,6 +249,10 @@ def _stop_as_it_starts(title: str) -> psutil.Process:
                     time.sleep(1)  # it has answered once, and PyTorch takes longer
                     process.suspend()
                     return process
+
+
+def _actors() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True) if _actor_name(process)}
 
 
 def _actor_name(process: psutil.Process) -> str:
