@@ -17,7 +17,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 _MTU = 1500
@@ -158,10 +157,3 @@ def _run(*words: str, **settings) -> subprocess.CompletedProcess[str]:
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.stdout.strip()}")
     return done
-
-
-def temporary(path: Path, name: str) -> Path:
-    """A folder of a host's own."""
-    folder = path / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -148,10 +148,7 @@ def test_a_text_that_differs_is_told(model: str, prompts: str, tmp_path: Path) -
         ("--max-new-tokens 512", "none of the 3 prompts and --max-new-tokens 512 fit the model's 512 positions"),
         ("--dtype int8", "--dtype int8: choose one of"),
         ("--json out.json", "--json prints on standard output and takes no file: give --out out.json"),
-        (
-            "--methods layerskip:foo=3",
-            "has no setting 'foo': it has acceptance, adaptive, exit_layer, ",
-        ),
+        ("--methods layerskip:foo=3", "has no setting 'foo': it has acceptance, adaptive, exit_layer, "),
         ("--out FOLDER/none/out.json", "give a file in a folder that exists"),
         ("--markdown FOLDER/out --out FOLDER/out", "is to be written twice"),
     ],

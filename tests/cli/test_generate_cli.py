@@ -68,11 +68,7 @@ JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "run_ahead",
     "timeout_s",
 }
-NEGATED = {
-    "no_run_ahead": "run_ahead",
-    "no_repetitions": "repetitions",
-    "no_generation_config": "generation_config",
-}
+NEGATED = {"no_run_ahead": "run_ahead", "no_repetitions": "repetitions", "no_generation_config": "generation_config"}
 OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
 
 
@@ -157,10 +153,7 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given:
         ("--bind-interface 192.0.2.1", "--bind-interface 192.0.2.1: not an address of this host"),
         ("--bind-interface 127.0.0.1 --transport unix", "--transport unix, which stays on one host: choose transport"),
         ("--method layerskip --num-speculations 0", "--num-speculations 0: give a whole number of at least 1"),
-        (
-            "--method layerskip --adaptive --stopping constant --probe x",
-            "--probe x has no use with --stopping c",
-        ),
+        ("--method layerskip --adaptive --stopping constant --probe x", "--probe x has no use with --stopping c"),
         ("--threads 4096", "--threads 4096: there are"),
         ("--dtype int8", "--dtype int8: choose one of"),
         ("--top-p 1.5", "--top-p 1.5: must be finite and in [0, 1]"),

@@ -21,7 +21,6 @@ PROMPT, NEW = "def read_lines(path):\n", 40
 WAYS = {
     "pipelined, k=1": {"method": "ppd", "speculation": "always", "k": 1, "transport": "local"},
     "pipelined, k=3": {"method": "ppd", "speculation": "always", "k": 3, "transport": "local"},
-    "two stages": {"method": "ppd", "speculation": "always", "stages": 2, "transport": "local"},
     "three stages, few guessed": {
         "method": "ppd",
         "speculation": "always",
@@ -30,7 +29,6 @@ WAYS = {
         "transport": "local",
     },
     "layerskip": {"method": "layerskip", "exit_layer": 2, "num_speculations": 4},
-    "adaspeed": {"method": "adaspeed", "exit_layer": 2},
     "swift": {"method": "swift", "threshold": 0.3, "context_window": 6, "search_steps": 40},
 }
 

@@ -28,11 +28,7 @@ def invoke(*arguments):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        ("--method", "autoregressive"),
-        ("--transport", "local", "--k", 1),
-        ("--transport", "local", "--stages", 3),
-    ],
+    [("--method", "autoregressive"), ("--transport", "local", "--k", 1), ("--transport", "local", "--stages", 3)],
     ids=str,
 )
 def test_both_files_are_written_and_the_text_stays(folder, tmp_path, layout):

@@ -24,7 +24,6 @@ WAYS = {
     "pipelined, k=1": {"method": "ppd", "k": 1, "transport": "local"},
     "pipelined, k=3": {"method": "ppd", "k": 3, "transport": "local"},
     "layerskip": {"method": "layerskip", "exit_layer": 2},
-    "swift": {"method": "swift", "search_steps": 0},
 }
 STAGES = {"stages": {"method": "ppd", "stages": 3, "transport": "local"}}
 """Where several stages share a core, a short time may be up before the first token."""

@@ -21,7 +21,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 LEAST_REQUESTS, LEAST_STAGED = 4, 2
-FAULTS = int(os.environ.get("PPD_FAULTS", "2"))
+FAULTS = int(os.environ.get("PPD_FAULTS", "1"))
 """Of each kind that a case has, at least."""
 PROMPT = [5, 9, 200, 31]
 MISHAPS = {

@@ -1,4 +1,4 @@
-"""Plain processes over Unix sockets need neither Ray nor ZeroMQ, nor the newest transformers."""
+"""Plain processes over Unix sockets need neither Ray nor ZeroMQ."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding
@@ -26,14 +25,13 @@ try:
 except ValueError as error:
     print(json.dumps(str(error)))
 """
-OLDER, _INSTALL_S, _RUN_S = "5.17", 600, 1800
-"""Of transformers: what machines with GPUs have been seen with."""
 
 
 @nightly
 def test_plain_processes_need_neither_ray_nor_zeromq(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Importing one of them fails, in workers too; ZeroMQ is named where it is asked for."""
-    _hide(tmp_path)
+    for name in ("ray", "zmq"):
+        (tmp_path / f"{name}.py").write_text(LACKS)
     folder = str(model_folder("llama"))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", DECODE, folder, json.dumps(PROMPT)]
@@ -44,34 +42,3 @@ def test_plain_processes_need_neither_ray_nor_zeromq(model_folder: Callable[...,
     assert text == list(ordinary)
     assert complaint.startswith("transport zeromq needs pyzmq, which is not installed (No module named 'zmq'")
     assert complaint.endswith("install it, or choose transport unix")
-
-
-def _hide(folder: Path) -> None:
-    for name in ("ray", "zmq"):
-        (folder / f"{name}.py").write_text(LACKS)
-
-
-@nightly
-@pytest.mark.timeout(_INSTALL_S + 2 * _RUN_S)
-def test_an_older_transformers_is_exact_and_runs_the_benchmark_for_gpus(tmp_path: Path) -> None:
-    """Beside it the machine lacks Ray and ZeroMQ, but for the tests of exactness, which have what tests need."""
-    older = ROOT / ".test_cache" / f"transformers-{OLDER}"
-    if not older.exists():
-        wanted = [f"transformers=={OLDER}.*", "huggingface-hub<2", "--target", str(tmp_path / "older")]
-        _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *wanted], [], _INSTALL_S)
-        older.parent.mkdir(exist_ok=True)
-        (tmp_path / "older").rename(older)
-    tests = [str(ROOT / "tests" / "unit" / f"test_{name}.py") for name in ("stage", "caches", "pipeline")]
-    _run([sys.executable, "-m", "pytest", "-q", "-n", "0", "--timeout", "0", *tests], [older, ROOT], _RUN_S)
-    _hide(tmp_path)
-    pretend = ["-m", "benchmarks.gpu", "--pretend", "--out", str(tmp_path)]
-    _run([sys.executable, *pretend], [tmp_path, older, ROOT], _RUN_S)
-    found = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
-    assert found[0]["rows"][0]["transformers"].startswith(OLDER)
-    assert not any(row.get("error") for line in found for row in line["rows"])
-
-
-def _run(command: list[str], paths: list[Path], timeout_s: float) -> None:
-    environment = os.environ | ({"PYTHONPATH": os.pathsep.join(map(str, paths))} if paths else {})
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -67,15 +67,14 @@ def test_killed_stages_have_successors_at_the_border(name: str, tmp_path: Path) 
             assert runtime.restarts == number + 1
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_several_requests_cross_the_border_in_stages(folder: str, stages: int) -> None:
+def test_several_requests_cross_the_border_in_stages(folder: str) -> None:
     """Each at another time; some are behind it from the beginning, or never reach it."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     texts = prompts([BORDER - 6, BORDER - 1, BORDER + 1, 17])
     asked = [(prompt, sampling) for prompt in texts for sampling in ({}, SAMPLED)]
     expected = [tokens_of(ordinary, *one) for one in asked]
     settings: dict[str, Any] = {"k": 2, "rows": 2, "max_requests": 3, "dtype": "float32", "transport": "local"}
-    with PPDRuntime(folder, stages=stages, **settings) as runtime, ThreadPoolExecutor(3) as callers:
+    with PPDRuntime(folder, stages=3, **settings) as runtime, ThreadPoolExecutor(3) as callers:
         assert list(callers.map(lambda one: tokens_of(runtime, *one), asked)) == expected
 
 

@@ -3,12 +3,9 @@
 import json
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 import typer
-from grids import nightly
 from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding
@@ -54,26 +51,13 @@ def test_help_needs_no_torch_and_a_command_no_other():
     assert alone.isdisjoint({"torch", "ppd_runtime.cli.serve", "ppd_runtime.cli.train"})
 
 
-@nightly
-def test_help_comes_at_once():
-    """In 0.2 s where nothing else runs; where torch is imported it takes 2 s and more."""
-    took = []
-    for _ in range(3):
-        began = time.perf_counter()
-        assert ppd("--help").returncode == 0
-        took.append(time.perf_counter() - began)
-    assert min(took) < 1.5
-
-
 @pytest.mark.parametrize("method", ["autoregressive", "ppd"])
 def test_json_holds_the_oracles_tokens(folder, method):
     expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=12)
     layout = ["--transport", "local", "--k", 2] if method == "ppd" else []
-    runs = ppd if method == "ppd" else in_this_process
-    shown = runs(
-        "generate", "The quick", "--model", folder, "--method", method, *layout, "--max-new-tokens", 12, "--json"
-    )
-    assert (shown.returncode if method == "ppd" else shown.exit_code) == 0, shown.stderr
+    given = ("--model", folder, "--method", method, *layout, "--max-new-tokens", 12, "--json")
+    shown = in_this_process("generate", "The quick", *given)
+    assert shown.exit_code == 0, shown.stderr
     output = json.loads(shown.stdout)
     assert {"text", "token_ids", "prompt_tokens", "method", "stats"} <= set(output)
     assert tuple(output["token_ids"]) == expected.token_ids
@@ -82,65 +66,6 @@ def test_json_holds_the_oracles_tokens(folder, method):
     assert output["dtype"] in ("float32", "bfloat16")
     assert output["stats"]["new_tokens"] == 12
     assert sum(output["stats"]["ledger"].values()) == pytest.approx(output["stats"]["latency_s"], rel=0.03)
-
-
-@nightly
-def test_streams_prompt_and_text_over_ray(folder, tmp_path):
-    expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=8)
-    file = tmp_path / "prompt.txt"
-    file.write_text("The quick")
-    shown = ppd(
-        "generate", "--prompt-file", file, "--model", folder, "--k", 1, "--launcher", "ray", "--max-new-tokens", 8
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout == f"The quick{expected.text}\n"
-
-
-@nightly
-def test_a_lost_sub_process_leaves_standard_output_to_the_user():
-    for attempt in range(4):
-        returncode, output, errors = killed_soon_after_its_sub_process_is_made(0.5 * attempt)
-        if "failed to start" not in errors:  # else it was not ready yet, or was not looked at: that is another case
-            break
-    assert returncode == 0, errors
-    assert json.loads(output)["stats"]["new_tokens"] == 1500
-    assert "sub-process 1 is lost" in errors
-
-
-def killed_soon_after_its_sub_process_is_made(pause_s):
-    """Decode, and kill the sub-process so many seconds after it is made: the exit code, and what was written."""
-    command = [
-        *PPD,
-        "generate",
-        "import os",
-        "--k",
-        "1",
-        "--launcher",
-        "ray",
-        "--max-new-tokens",
-        "1500",
-        "--ignore-eos",
-        "--json",
-    ]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline, subs = time.monotonic() + 120, []
-    while not subs and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-        children = psutil.Process(running.pid).children(recursive=True)
-        subs = [child for child in children if _serves(child)]
-    assert subs, running.stderr.read() if running.poll() is not None else "it does not start"
-    time.sleep(pause_s)
-    subs[0].kill()
-    output, errors = running.communicate(timeout=120)
-    return running.returncode, output, errors
-
-
-def _serves(process):
-    """Whether it is the sub-process, its layers loaded: it has its socket then."""
-    try:
-        return any(str(socket.laddr).endswith("/worker-1") for socket in process.net_connections("unix"))
-    except psutil.Error:
-        return False
 
 
 def test_standard_input_is_a_prompt(folder):
@@ -182,13 +107,6 @@ def test_a_mistake_gets_one_line_and_exit_code_2(folder, arguments, words):
 def in_this_process(*arguments, **options):
     """The command without the seconds that an interpreter takes to import."""
     return CliRunner().invoke(app, [*map(str, arguments)], **options)
-
-
-def test_a_mistake_in_a_process_of_its_own(folder):
-    shown = ppd("generate", "x", "--ray-address", "127.0.0.1:9", "--model", folder)
-    assert (shown.returncode, shown.stdout) == (2, "")
-    assert "nothing answers" in shown.stderr
-    assert len(shown.stderr.strip().splitlines()) == 1
 
 
 def test_an_unknown_model_gets_one_line(tmp_path):

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 import psutil
 import pytest
 from grids import nightly
-from served import DEADLINE_S, PROMPT, Served
 
 from cluster.health import is_well
 from ppd_runtime import OrdinaryDecoding
@@ -28,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 NUM_CPUS = 6
 JOB = ("-m", "cluster.job", "generate")
-JOBS_SERVER = ("cluster.job", "serve")
 SETTINGS = {"max_new_tokens": 60, "temperature": 1.0}
 
 
@@ -188,20 +185,6 @@ def test_a_killed_job_goes_on_where_it_was(cluster, folder, arguments, tmp_path)
 
 
 @nightly
-def test_stages_as_a_job(cluster, folder, arguments, tmp_path):
-    """Each stage logs with its name how many layers it has."""
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts = write_prompts(file, 2)
-    done = cluster.submit(*arguments, "--prompt-file", file, "--out", out, "--cuts", "1,3", "--k", 2, "--rows", 2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_results(out, folder, prompts, {0, 1})
-    assert "placing 3 workers, each 1 CPU, STRICT_PACK on " in done.stdout, done.stdout
-    for number, layers in ((1, 1), (2, 2), (3, 1)):
-        words = rf"\(stage {number} pid=\d+\).* serves with {layers} of 4 layers in float32 on cpu"
-        assert re.search(words, done.stdout), done.stdout
-
-
-@nightly
 def test_a_server_as_a_job(cluster, folder):
     """It answers over stages of the cluster, replaces a lost one, and ends when its job is stopped."""
     (port,) = _free_ports(1)
@@ -220,23 +203,6 @@ def test_a_server_as_a_job(cluster, folder):
     stopped = cluster.run(RAY, "job", "stop", "serving")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     wait_for(lambda: not _listens(url))
-    wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
-
-
-def test_a_server_is_a_program_on_the_cluster(cluster, folder, tmp_path):
-    """It is well and ready, answers over two actors with ordinary decoding's text, and ends as a signal tells it."""
-    layout = ["--model", folder, "--stages", "2", "--cuts", "2", "--rows", "2", "--k", "2", "--dtype", "float32"]
-    environment = cluster.env | {"RAY_ADDRESS": f"127.0.0.1:{cluster.gcs}"}
-    with Served(tmp_path / "log", *layout, module=JOBS_SERVER, env=environment) as served:
-        assert is_well(served.url)
-        assert is_well(served.url, "/ready")
-        (choice,) = served.complete()["choices"]
-        expected = OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=16)
-        assert (choice["text"], choice["ppd"]["layout"]["cuts"]) == (expected.text, [2])
-        served.wait_until(lambda: "path='/v1/completions' status=200" in served.log.read_text())
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(DEADLINE_S) == 143
-        assert "placing 2 workers, each 1 CPU, STRICT_PACK on " in served.log.read_text()
     wait_for(lambda: not [process for process in cluster.processes() if process.name().startswith("ray::PPD")])
 
 
@@ -260,17 +226,6 @@ def check_metrics(cluster: Cluster) -> None:
     wait_for(lambda: wanted <= set(re.findall(r"^ray_ppd_\w+", cluster.exported(), re.MULTILINE)))
     by_worker = re.findall(r'^ray_ppd_layer_passes_total.*worker="([\w-]+)"', cluster.exported(), re.MULTILINE)
     assert set(by_worker) == {"main", "sub-1"}
-
-
-@nightly
-def test_a_cluster_that_is_too_small_is_named_at_once(cluster, arguments, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("The quick brown fox\n")
-    job = [*arguments, "--prompt-file", file, "--out", tmp_path / "out.jsonl", "--k", 9]
-    refused = cluster.run(sys.executable, *JOB, *job)
-    assert refused.returncode == 1
-    assert "ppd: the runtime needs 10 bundles of 1 CPU on one node" in refused.stderr
-    assert " with 6 CPUs, 0 GPUs (room for 6)" in refused.stderr
 
 
 @nightly

@@ -72,12 +72,11 @@ def _two_devices() -> list[str]:
     return ["cuda:0"] * 2 if torch.cuda.nccl.version() >= (2, 30) else []
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
-def test_tensors_go_from_device_to_device_between_processes(tmp_path, monkeypatch, backend):
-    devices = ["cpu", "cpu"] if backend == "gloo" else _two_devices()
-    if not devices:
+@pytest.mark.cuda
+def test_tensors_go_from_gpu_to_gpu_between_processes(tmp_path, monkeypatch):
+    if not (devices := _two_devices()):
         pytest.skip("needs two GPUs, or one with NCCL 2.30 or newer")
-    if backend == "nccl" and len(set(devices)) == 1:
+    if len(set(devices)) == 1:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     spawn = multiprocessing.get_context("spawn")
     main = CollectiveEndpoint(Network("collective", str(tmp_path)), DECIDER, devices[0])

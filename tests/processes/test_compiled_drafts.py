@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from ppd_runtime import OrdinaryDecoding, RequestError, highest, open_method
 from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.drafts import Draft
-from ppd_runtime.methods.early_exit import EarlyExitDrafting
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.kangaroo import Kangaroo
 from ppd_runtime.methods.layerskip import LayerSkip
@@ -40,7 +39,6 @@ from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.text import StopRule
-from ppd_runtime.tracing.spans import Kind
 
 pytestmark = needs_compiler  # adapters and sparse layers are mistral's alone by day: each is compiled for itself
 ModelFolder = Callable[..., Path]
@@ -168,38 +166,6 @@ def test_a_chain_is_its_drafts_one_by_one(
     assert max(sizes) > MOST_SEVERAL or stopping.most < MOST_SEVERAL or make is probed
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_chains_end_where_chances_say(model_folder: ModelFolder, together: bool) -> None:
-    """The chance is the softmax of the head's logits; the first draft is made whatever it is."""
-    stage = compiled_stage(model_folder("llama", quiet_from=1))
-    chains = GreedyChains(stage, 2)
-    stage.begin(40)
-    stage.run(0, 4, PROMPT, 0)
-    tokens, states, *_ = chains.draft(9, 5, DraftRule(8, 0.0, together))
-    chances = [float(stage.logits(states[:, i : i + 1]).softmax(-1).max()) for i in range(8)]
-    so_far = torch.tensor(chances).cumprod(0).tolist() if together else chances
-    assert [int(stage.logits(states[:, i : i + 1]).argmax()) for i in range(8)] == tokens
-    for most in (0, 1, 8):
-        for least in (0.0, *(c * f for c in so_far for f in (0.999, 1.001)), 1.0):
-            expected = next((i + 1 for i in range(most) if so_far[i] < least), most)
-            stage.truncate(5)
-            assert len(chains.draft(9, 5, DraftRule(most, least, together)).tokens) == expected
-
-
-def test_chains_end_where_a_probe_says(model_folder: ModelFolder) -> None:
-    stage = compiled_stage(model_folder("llama", quiet_from=1))
-    probe, plain = probe_of(stage), GreedyChains(stage, 2)
-    chains = GreedyChains(stage, 2, probe=probe)
-    stage.begin(40)
-    stage.run(0, 4, PROMPT, 0)
-    chances = probe(plain.draft(9, 5, DraftRule(8, 0.0, False)).states[0, :8]).tolist()
-    assert max(chances) - min(chances) > 0.1
-    for least in (c * f for c in chances for f in (0.999, 1.001)):
-        expected = next((i + 1 for i in range(8) if chances[i] < least), 8)
-        stage.truncate(5)
-        assert len(chains.draft(9, 5, DraftRule(8, least, False)).tokens) == expected
-
-
 def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> None:
     stage = compiled_stage(model_folder("llama"))
     chains = GreedyChains(stage, 2)
@@ -219,18 +185,6 @@ def test_there_must_be_room_for_the_longest_chain(model_folder: ModelFolder) -> 
         stage.truncate(5)
         with pytest.raises(IndexError, match=f"token {unknown}: the embedding has 300"):
             chains.draft(unknown, 5, DraftRule(1, 0.0, False))
-
-
-def test_sequences_follow_each_other(model_folder: ModelFolder) -> None:
-    """A chain is over the caches of its own sequence, not over those that the last one left."""
-    stage = compiled_stage(model_folder("llama", quiet_from=1))
-    chains, found = GreedyChains(stage, 2), []
-    for prompt in (PROMPT, [8, 8, 8], PROMPT):
-        stage.begin(200 if prompt is PROMPT else 20)
-        stage.run(0, 4, prompt, 0)
-        chain = chains.draft(9, len(prompt), DraftRule(5, 0.0, False))
-        found.append((chain.tokens, chain.choices))
-    assert found[0] == found[2] != found[1]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -275,12 +229,14 @@ def test_choices_are_the_first_highest_logits(model_folder: ModelFolder, what: s
         assert set(made[0][1]) <= possible, "else it is not what was to be tested"
 
 
-@pytest.mark.parametrize("options", [{"method": "layerskip"}, {"method": "swift", "widest": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {"method": "layerskip"}), ("mistral", {"method": "swift", "widest": 1})], ids=str
+)
 def test_a_text_that_comes_to_no_number_ends_there(
-    model_folder: ModelFolder, tmp_path: Path, options: dict[str, object]
+    model_folder: ModelFolder, tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     """With ordinary decoding's tokens up to there, and its error."""
-    folder = model_folder("llama", quiet_from=1, tied=False)
+    folder = model_folder(family, quiet_from=1, tied=False)
     whole = OrdinaryDecoding(str(folder), dtype="float32").generate(PROMPT, max_new_tokens=40, ignore_eos=True)
     last = next(place for place, token in enumerate(whole.token_ids[10:], 10) if token not in whole.token_ids[:place])
     place = ("model.embed_tokens.weight", whole.token_ids[last], NAN)
@@ -291,34 +247,6 @@ def test_a_text_that_comes_to_no_number_ends_there(
             with pytest.raises(RequestError, match=f"position {len(PROMPT) + last + 1} are NaN or infinite"):
                 found.extend(event.token_id for event in stream)
             assert [*prompt, *found] == [*PROMPT, *whole.token_ids[: last + 1]]
-
-
-def times_of(method: EarlyExitDrafting, traced: bool) -> dict[Kind, float]:
-    stage = method.stage
-    method.begin(60)
-    method.read(PROMPT)
-    stage.recorder.begin(traced)
-    method.draft([*PROMPT, 9], 5, greedy(stage))
-    spans = stage.recorder.spans(0)
-    ledger = stage.recorder.ledger()
-    assert ledger.layers_s > 0
-    assert ledger.heads_s > 0
-    assert ledger.python_s >= 0
-    if spans is None:
-        return {}
-    ends = [0, *(span.ended_ns for span in spans.spans)]
-    assert all(span.began_ns >= end for span, end in zip(spans.spans, ends, strict=False)), "one after the other"
-    return {kind: sum(span.kind == kind for span in spans.spans) for kind in Kind}
-
-
-@pytest.mark.parametrize("make", [layerskip, kangaroo])
-def test_times_are_noted(model_folder: ModelFolder, make: Callable[..., EarlyExitDrafting]) -> None:
-    method = make(compiled_stage(model_folder("mistral")), Stopping("constant", 5))
-    assert times_of(method, traced=False) == {}
-    counts = times_of(method, traced=True)
-    assert counts[Kind.LAYERS] == (11 if make is kangaroo else 6) + 1
-    assert counts[Kind.HEAD] == 5 + 1
-    assert counts[Kind.CHOOSE] == 5, "the verdict's is noted with it"
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -352,20 +280,6 @@ def test_rounds_are_counted_and_traced_as_those_of_single_passes(
         assert bool(kept) == traced
         shown.append((text, counts, kept))
     assert shown[0] == shown[1]
-
-
-def test_the_time_of_a_verification_is_noted(model_folder: ModelFolder) -> None:
-    """Of one alone: nothing is drafted."""
-    method = swift(compiled_stage(model_folder("mistral")), Stopping("constant", 3))
-    method.begin(60)
-    method.read(PROMPT)
-    method.stage.recorder.begin()
-    verified = method.draft([*PROMPT, 9], 0, greedy(method.stage)).verified
-    assert verified
-    ledger = method.stage.recorder.ledger()
-    assert ledger.layers_s + ledger.heads_s == pytest.approx(verified.chosen[0] - verified.began)
-    assert ledger.layers_s > 0
-    assert ledger.heads_s > 0
 
 
 @pytest.mark.parametrize(

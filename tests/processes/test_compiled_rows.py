@@ -13,12 +13,14 @@ from models_for_tests import FAMILIES, load_stage
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.models.compiled.export import compile_layers
 from ppd_runtime.models.compiled.passes import CompiledLayers
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
+from ppd_runtime.tune.prompt_files import read_prompts
 
 pytestmark = needs_compiler
 MOST_NODES = 24
@@ -131,8 +133,7 @@ def following(rows: TreeRange, prompt: int, sizes: Sequence[int], seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "family",
-    [family if family in ("llama", "mistral", "qwen3") else pytest.param(family, marks=nightly) for family in FAMILIES],
+    "family", [family if family in ("llama", "mistral") else pytest.param(family, marks=nightly) for family in FAMILIES]
 )
 def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> None:
     """Over random trees, in rows that change places or not; windows roll, and steps of the attended rows are passed."""
@@ -152,7 +153,7 @@ def test_a_rows_bits_are_its_paths(family: str, model_folder: ModelFolder) -> No
     assert rows.joins_requests == (MOST_TOGETHER[family] > 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", pytest.param("qwen3", marks=nightly)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_rows_of_several_requests(family: str, model_folder: ModelFolder) -> None:
     """Each has the bits that it has alone, whosever rows are beside its own."""
     rows, layers = tree_range(load_stage(model_folder(family)).model)
@@ -200,7 +201,10 @@ def test_a_trees_bits_are_its_paths(family: str, model_folder: ModelFolder) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_what_is_kept_of_a_tree_has_its_bits_wherever_it_lies(family: str, model_folder: ModelFolder) -> None:
     """Passes of one token and of several, of our code and of the library's, and the entries that leave and come."""
-    model, found = load_stage(model_folder(family)).model, []
+    kinds = (
+        {"layer_types": ["sliding_attention"] * 4} if family == "gemma2" else {}
+    )  # of layers, each compiled for itself
+    model, found = load_stage(model_folder(family, **kinds)).model, []
     for kind in (CountedLayers, MovedLayers):
         layers = counted_layers(model)
         layers.__class__ = kind
@@ -255,9 +259,15 @@ def test_where_company_changes_bits_each_row_runs_alone(model_folder: ModelFolde
     assert layers.passes == {1: 3}
 
 
-def test_stages_without_the_first_layers_and_without_the_code(model_folder: ModelFolder) -> None:
+def test_stages_without_the_first_layers_and_without_the_code(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with windows that are all longer than what is tried."""
     model = load_stage(model_folder("llama")).model
     assert tree_range(model, first=2)[0].most_together == 8
+    with monkeypatch.context() as patch:
+        patch.setattr("ppd_runtime.models.stage.tree_range._LONGEST_TRIED_WINDOW", 1)
+        assert tree_range(load_stage(model_folder("mistral")).model)[0].most_together == 8
     one_token = LayerRange(model, counted_layers(model, (1,)))
     for stage in (LayerRange(model), one_token):
         assert TreeRange(stage, MOST_NODES).most_together == 1
@@ -274,3 +284,26 @@ def test_a_pass_leaves_the_states_that_it_is_given(model_folder: ModelFolder, co
     before = states.clone()
     rows.run_rows(states[:, 1:4], [[1], [2], [1, 3]])
     assert torch.equal(states, before)
+
+
+def test_bfloat16_rows_run_one_by_one(model_folder: ModelFolder) -> None:
+    """Sums in another order are mostly rounded to the same number, so a trial may miss that they differ."""
+    model = load_stage(model_folder("llama", dtype="bfloat16"), dtype="bfloat16").model
+    layers = CompiledLayers(model, {PassKind.ONE: compile_layers(model.config, model.dtype, model.device)})
+    layers._layers[PassKind.SEVERAL] = layers._layers[PassKind.ONE]  # which is not run: that there is code is enough
+    stage = LayerRange(model, layers)
+    assert stage.compiles_chains(8), "they could"
+    rows = TreeRange(stage, MOST_NODES)
+    assert (rows.most_together, rows.joins_requests) == (1, False)
+
+
+@nightly
+@pytest.mark.parametrize("prompt", [prompt.text for prompt in read_prompts("demo", 6)], ids=range(6))
+def test_bfloat16_texts_in_stages_of_several_rows(prompt: str) -> None:
+    """At temperature 1 a sixth of such texts had another token when rows ran together, on a CPU with AVX512-BF16."""
+    place = {"dtype": "bfloat16", "compile": True}
+    params = [SamplingParams(200, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(3)]
+    ordinary = OrdinaryDecoding("demo", **place)
+    with PPDRuntime("demo", stages=2, k=3, rows=8, transport="local", **place) as runtime:
+        for asked in params:
+            assert runtime.generate(prompt, asked).token_ids == ordinary.generate(prompt, asked).token_ids

@@ -10,18 +10,24 @@ import pytest
 from grids import nightly
 from hostile_folder import HostileFolder
 
-PPD = "from ppd_runtime.cli.entry import main; main()"
-ALONE = "import ppd_runtime.launch.processes as launch; launch.can_fork = lambda: False\n"
-OTHERS = """
+PPD = """
 import contextlib
+from ppd_runtime.cli.entry import main
+with contextlib.suppress(SystemExit):
+    main()
+"""
+OTHERS = """
+import ppd_runtime.launch.processes as launch
 from ppd_runtime.launch.ray.session import _probe
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
 with contextlib.suppress(RuntimeError):  # where no Ray runs here
     _probe("auto")
 with compiler_apart():
     print("compiling")
+launch.can_fork = lambda: False
+main()
 """
-"""Starts what asks a cluster, and what looks for the CPU's instructions."""
+"""Starts what asks a cluster, what looks for the CPU's instructions, and workers that are not forked."""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +41,12 @@ def run(tmp_path: Path) -> Callable[..., str]:
     """Runs a program, whose folder is another, in the hostile folder: what it prints."""
     hostile = HostileFolder(tmp_path)
 
-    def in_the_folder(source: str, *arguments: object, **environment: str) -> str:
+    def in_the_folder(source: str, model: str, *options: object, **environment: str) -> str:
         program = tmp_path / "program" / "program.py"
         program.parent.mkdir()
         program.write_text(source)
-        command = [sys.executable, str(program), *map(str, arguments)]
+        asked = ("generate", "The quick", "--model", model, "--max-new-tokens", 4, *options)
+        command = [sys.executable, str(program), *map(str, asked)]
         plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment
         shown = subprocess.run(command, cwd=hostile.path, env=plain, capture_output=True, text=True, timeout=300)
         assert hostile.was_run() == []
@@ -49,21 +56,15 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return in_the_folder
 
 
-@pytest.mark.parametrize(
-    ("before", "options"),
-    [
-        ("", ("--k", 1)),
-        (ALONE, ("--k", 1)),
-        ("", ("--k", 1, "--launcher", "ray")),
-        pytest.param("", ("--stages", 2), marks=nightly),
-    ],
-    ids=["forked", "alone", "ray", "stages"],
-)
-def test_workers_import_none_of_it(run: Callable[..., str], folder: str, before: str, options: tuple[object]) -> None:
-    asked = ("generate", "The quick", "--model", folder, "--max-new-tokens", 4, *options)
-    assert run(before + PPD, *asked).startswith("The quick")
-
-
-def test_what_else_is_started_imports_none_of_it(run: Callable[..., str], tmp_path: Path) -> None:
+def test_what_is_started_imports_none_of_it(run: Callable[..., str], folder: str, tmp_path: Path) -> None:
     """The compiler's folder is a new one, for what has been found out there is not looked for again."""
-    assert run(OTHERS, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled")) == "compiling\n"
+    shown = run(PPD + OTHERS, folder, "--k", 1, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"))
+    first, again = shown.split("compiling\n")
+    assert first == again
+    assert first.startswith("The quick")
+
+
+@nightly
+@pytest.mark.parametrize("options", [("--k", 1, "--launcher", "ray"), ("--stages", 2)], ids=str)
+def test_other_workers_import_none_of_it(run: Callable[..., str], folder: str, options: tuple[object]) -> None:
+    assert run(PPD, folder, *options).startswith("The quick")

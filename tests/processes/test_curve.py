@@ -90,11 +90,7 @@ def strangers_socket(context: zmq.Context, kind: str, network: Network, other: N
     ],
 )
 def test_a_stranger_gets_nothing_through_and_the_others_are_served(
-    kind: str,
-    who: str,
-    endpoints: dict[int, Endpoint],
-    networks: dict[int, Network],
-    caplog: pytest.LogCaptureFixture,
+    kind: str, who: str, endpoints: dict[int, Endpoint], networks: dict[int, Network], caplog: pytest.LogCaptureFixture
 ) -> None:
     main, sub = endpoints[DECIDER], endpoints[1]
     with zmq.Context() as context, caplog.at_level(logging.WARNING):

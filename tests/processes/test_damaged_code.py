@@ -141,11 +141,7 @@ def test_packages_of_code_that_is_launched(
 
 @nightly
 def test_a_folder_that_can_be_read_only(
-    model: str,
-    made: tuple,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    model: str, made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is there is used; what is not is compiled into a temporary folder, and stays there for the next start."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

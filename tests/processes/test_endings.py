@@ -77,7 +77,8 @@ def test_nothing_is_left_whenever_it_ends(folder, launcher, ending, times, longe
     print(f"{ending} {times} times, {launcher}: up to {most} processes of its own, none left")
 
 
-@pytest.mark.parametrize("ending", ["kill", pytest.param("interrupt", marks=nightly)])
+@nightly
+@pytest.mark.parametrize("ending", ["kill", "interrupt"])
 def test_nothing_is_left_of_stages(folder, ending):
     with Program(folder, "processes", ending, stages=3, rows=2) as program:
         assert program.line() == "running False"

@@ -25,10 +25,11 @@ def test_transformers_has_a_time_and_what_is_not_installed_a_reason():
     assert [row["weights"] for row in missing] == ["bfloat16", "int8", "int4"]
     if find_spec("llama_cpp") is None:
         assert {row["reason"] for row in missing} == {
-            'llama_cpp is not installed: run pip install ".[peers]" in the project\'s folder',
+            'llama_cpp is not installed: run pip install ".[peers]" in the project\'s folder'
         }
 
 
+@nightly
 def test_an_engine_that_cannot_open_a_model_says_why(tmp_path):
     engine = EngineProcess(Task("ours-eager", "float32", 1, str(tmp_path / "none"), str(tmp_path), 8))
     with pytest.raises(CannotDecodeError, match="none"):

@@ -20,7 +20,7 @@ DTYPES = ["float32", "bfloat16"]
 LAYOUTS = list(itertools.product((1, 3, 5), (3, 4)))  # k and exit layer, for five layers
 NEW_TOKENS = 12
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 17, 20, 24, 30, 37, 45, 60)
-BY_DAY = (1, 2, 3, 5, 17, 60)
+BY_DAY = (1, 3, 17, 60)
 Texts = dict[tuple[int, ...], tuple[int, ...]]
 
 
@@ -32,22 +32,22 @@ def prompts(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[in
 
 
 @functools.cache
-def expected_tokens(folder: str, dtype: str, lengths: tuple[int, ...], new_tokens: int = NEW_TOKENS) -> Texts:
+def expected_tokens(folder: str, dtype: str, lengths: tuple[int, ...]) -> Texts:
     """Transformers' greedy text for each prompt, checked against ordinary decoding here."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ordinary = OrdinaryDecoding(folder, dtype=dtype)
     texts = {}
     for prompt in prompts(model.config.vocab_size, lengths):
-        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new_tokens)
+        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
         texts[tuple(prompt)] = tuple(output[0, len(prompt) :].tolist())
-        assert ordinary.generate(prompt, max_new_tokens=new_tokens).token_ids == texts[tuple(prompt)]
+        assert ordinary.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids == texts[tuple(prompt)]
     return texts
 
 
-def check(runtime: PPDRuntime, texts: Texts, new_tokens: int = NEW_TOKENS) -> None:
+def check(runtime: PPDRuntime, texts: Texts) -> None:
     """Every prompt's tokens through a runtime."""
     for prompt, tokens in texts.items():
-        result = runtime.generate(list(prompt), max_new_tokens=new_tokens)
+        result = runtime.generate(list(prompt), max_new_tokens=NEW_TOKENS)
         assert result.token_ids == tokens, f"prompt of {len(prompt)} tokens"
         assert result.finish_reason == ("eos" if tokens[-1] in runtime.info.eos_token_ids else "length")
         stats = result.stats
@@ -108,25 +108,3 @@ def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer, le
         folder, k=k, exit_layer=exit_layer, dtype=dtype, exit_head=head, transport="zeromq", launcher="ray"
     ) as runtime:
         check(runtime, texts)
-
-
-@pytest.mark.parametrize(
-    ("k", "dtype", "transport", "lengths"),
-    [
-        *(
-            pytest.param(k, dtype, ("unix", "zeromq")[(i + i // 2) % 2], LENGTHS, marks=nightly)
-            for i, (k, dtype) in enumerate(itertools.product((1, 3, 5), DTYPES))
-        ),
-    ],
-)
-def test_demo_model_over_ray(ray_node, k, dtype, transport, lengths):
-    texts = expected_tokens(str(describe("demo").folder), dtype, lengths, new_tokens=24)
-    with (
-        PPDRuntime(k=k, dtype=dtype, transport=transport, launcher="ray") as runtime,
-        OrdinaryDecoding(dtype=dtype) as ordinary,
-    ):
-        check(runtime, texts, new_tokens=24)
-        settings = {"max_new_tokens": 24, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": k}
-        for prompt in list(texts)[::4]:
-            expected = ordinary.generate(list(prompt), **settings)
-            assert runtime.generate(list(prompt), **settings).token_ids == expected.token_ids

@@ -1,8 +1,6 @@
 """Trained exit heads as users meet them: trained, measured and run by the command line, over threads and processes."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,13 +98,9 @@ def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
     assert tuple(json.loads(run("generate", PROMPT, *arguments))["token_ids"]) == expected.token_ids
 
 
-def test_json_and_the_real_command(model: Path, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "texts.jsonl")
-    command = [sys.executable, "-m", "ppd_runtime.cli.main", "train", "exit-head", "--kind", "affine", "--json"]
-    options = ["--model", model, "--data", data, "--out", tmp_path / "head", "--threads", 1, *QUICK]
-    shown = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=120)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    output = json.loads(shown.stdout)
+def test_json(model: Path, tmp_path: Path) -> None:
+    given = ("--model", model, "--data", write_texts(tmp_path / "texts.jsonl"), "--out", tmp_path / "head", *QUICK)
+    output = json.loads(run("train", "exit-head", "--kind", "affine", "--json", "--threads", 1, *given))
     assert (output["steps"], list(output["after"]["match_rates"])) == (6, ["greedy", "shared_noise", "logits"])
     assert json.loads((tmp_path / "head" / "exit_head.json").read_text())["exit_layer"] == 2
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -89,20 +88,18 @@ def forking() -> list[psutil.Process]:
     return [server for server in servers if server.environ().get("PPD_TEST")]
 
 
-def test_runtimes_of_one_program_share_it(folder, expected, monkeypatch):
-    first, second, third = (PPDRuntime(folder, k=1, launcher="processes") for _ in range(3))
+def test_runtimes_of_one_program_share_it(folder, expected):
+    """While it is stopped, it holds up new lives alone, and nobody waits for what it has to say."""
+    first, second = (PPDRuntime(folder, k=1, launcher="processes") for _ in range(2))
     with first:
-        servers = forking()
+        (server,) = forking()
         with second:
-            assert forking() == servers
-            monkeypatch.setenv("PPD_TEST", "something else to hand down")
-            with third:
-                assert len(forking()) == 2
-                assert third.generate(PROMPT, **SETTINGS).token_ids == expected
-            assert forking() == servers
+            assert forking() == [server]
             first.close()
+            server.send_signal(signal.SIGSTOP)
+            worker_processes()["sub-1"].kill()
             assert second.generate(PROMPT, **SETTINGS).token_ids == expected
-        assert not forking()
+    assert not forking()
 
 
 @nightly
@@ -127,43 +124,36 @@ def test_a_killed_server_takes_nobody_with_it_and_has_a_successor(folder, expect
     assert not forking()
 
 
-def test_a_stopped_server_holds_up_new_lives_alone(folder, expected, monkeypatch):
-    runtime = PPDRuntime(folder, k=1, launcher="processes")
-    with runtime:
-        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
-        (server,) = forking()
-        server.send_signal(signal.SIGSTOP)
-        worker_processes()["sub-1"].kill()
-        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
-        began = time.monotonic()
-    assert time.monotonic() - began < 60, "nobody waits for what a stopped process has to say"
-    assert not forking()
-
-
 def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="failed to start: it ended with exit code 1"):
         PPDRuntime(folder, k=1, launcher="processes").start()
 
 
-@nightly
-def test_workers_that_import_for_themselves_serve_as_well(folder, expected, monkeypatch):
-    monkeypatch.setattr("ppd_runtime.launch.processes.can_fork", lambda: False)
-    with PPDRuntime(folder, k=1, launcher="processes") as runtime:
-        assert runtime.generate(PROMPT, **SETTINGS).token_ids == expected
-        assert not forking()
+def with_these_modules():
+    """The environment in which programs find the tests' modules."""
+    paths = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run(source, before, folder):
     """The JSON lines that a program prints that runs to its end, and what it says beside."""
     source = (BEGIN + source).format(before=before, prompt=PROMPT, settings=SETTINGS, folder=folder)
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths}
-    shown = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", source]
+    shown = subprocess.run(command, env=with_these_modules(), capture_output=True, text=True, timeout=300)
     assert shown.returncode == 0, shown.stderr
     return list(map(json.loads, shown.stdout.splitlines())), shown.stderr
 
 
+def test_processes_without_descriptors_are_not_forked():
+    look = "import old_containers; old_containers.refuse_process_descriptors()\n"
+    look += "from ppd_runtime.launch.fork_server import can_fork; print(can_fork())"
+    assert (
+        subprocess.run([sys.executable, "-c", look], env=with_these_modules(), capture_output=True).stdout == b"False\n"
+    )
+
+
+@nightly
 def test_without_descriptors_of_processes_workers_are_started_alone(folder, expected):
     """As in gVisor and under old container runtimes; who is lost has a successor, and nobody stays."""
     lines, said = run(WITHOUT_DESCRIPTORS, "old_containers.refuse_process_descriptors()", folder)
@@ -171,6 +161,7 @@ def test_without_descriptors_of_processes_workers_are_started_alone(folder, expe
     assert said == "the main process is lost, a new one takes its place: signal 9 ended it\n"
 
 
+@nightly
 def test_whoever_gets_orphans_collects_workers_whose_server_is_gone(folder, expected):
     """As process 1 of a container: before, each stayed as a zombie."""
     lines, said = run(WITH_ORPHANS, "old_containers.get_orphans()", folder)

@@ -37,11 +37,11 @@ def subject(model_folder: Callable[..., Path]) -> Subject:
     return Subject(OrdinaryDecoding(str(model_folder("llama"))), PROMPTS, PARAMS)
 
 
-def figures(subject: Subject, layout: Layout, seconds: float = 0.0, **others: Any) -> LayoutFigures:
+def figures(subject: Subject, layout: Layout, **others: Any) -> LayoutFigures:
     with opened(layout, subject.ordinary, **others) as way:
-        found = measured(layout, way, subject, seconds)
+        found = measured(layout, way, subject, 0.0)
     assert found.identical
-    assert (found.texts, found.tokens) == (3, 27) or seconds
+    assert (found.texts, found.tokens) == (3, 27)
     assert 0 < found.speedup_low <= found.speedup <= found.speedup_high
     assert found.ms_per_token > 0
     return found
@@ -63,10 +63,6 @@ def test_stages_are_allowed_what_their_first_boundaries_say(subject: Subject) ->
 @pytest.mark.skipif(available_cores() < 2, reason="two threads need two cores")
 def test_threads_are_allowed_anything(subject: Subject) -> None:
     assert figures(subject, THREADS).allowed_speedup is None
-
-
-def test_more_seconds_are_more_texts(subject: Subject) -> None:
-    assert figures(subject, STAGES, seconds=0.5, transport="local").texts >= 3
 
 
 @nightly

@@ -18,7 +18,7 @@ import ppd_runtime.launch.processes
 from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
-from ppd_runtime.launch.processes import ProcessHandle, start_alone
+from ppd_runtime.launch.processes import ProcessHandle
 from ppd_runtime.layouts import PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
@@ -71,18 +71,13 @@ def test_a_specification_survives_its_journey(folder, head, emulate, layout):
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
-def test_tests_share_a_fork_server(folder, one_fork_server):
-    """Else each runtime would start one, which takes as long as importing PyTorch."""
-    with PPDRuntime(folder, k=1, launcher="processes", speculation="always") as runtime:
-        assert runtime._workers._servers == [one_fork_server]
-
-
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])
-def test_tokens_are_ordinary_decodings(folder, transport, dtype):
+def test_tokens_are_ordinary_decodings(folder, one_fork_server, transport, dtype):
     ordinary = OrdinaryDecoding(folder, dtype=dtype)
     with PPDRuntime(
         folder, k=2, launcher="processes", speculation="always", transport=transport, dtype=dtype
     ) as runtime:
+        assert runtime._workers._servers == [one_fork_server], "each would take as long as importing PyTorch"
         for length in (1, 2, 40):
             expected = ordinary.generate(PROMPT, max_new_tokens=length).token_ids
             assert runtime.generate(PROMPT, max_new_tokens=length).token_ids == expected
@@ -101,27 +96,23 @@ def test_workers_share_their_weights():
 
 
 def test_early_starts_are_used(folder, expected, rehearsed):
+    """And where there is real-time scheduling, workers come before those of higher rank."""
     slow = EmulatedDevice(layer_ms=10.0)  # the least time in which a hit can come, however busy the machine
-    with PPDRuntime(
-        folder, k=2, launcher="processes", speculation="always", exit_head=rehearsed, emulate=slow, trace=True
-    ) as runtime:
+    layout = {"k": 2, "exit_head": rehearsed, "emulate": slow}
+    with (
+        woken_at_once() as granted,
+        PPDRuntime(folder, launcher="processes", speculation="always", trace=True, **layout) as runtime,
+    ):
         began = time.perf_counter_ns()
         result = runtime.generate(PROMPT, max_new_tokens=40)
         ended = time.perf_counter_ns()
+        order = {name: os.sched_getparam(w.pid).sched_priority for name, w in worker_processes().items()}
+    assert order["main"] > order["sub-1"] > order["sub-2"] > 1 or not granted
     assert result.token_ids == expected[:40]
     assert result.stats.hits > 0
     assert result.stats.latency_s > result.stats.main_layer_passes * 0.010
     assert result.stats.ledger.total_s == pytest.approx(result.stats.latency_s, rel=0.03)
     _assert_one_clock(result, began, ended)
-
-
-def test_emulated_workers_come_before_those_of_higher_rank(folder):
-    with woken_at_once() as granted:
-        if not granted:
-            pytest.skip("no real-time scheduling for this user")
-        with PPDRuntime(folder, k=2, launcher="processes", speculation="always", emulate=EmulatedDevice(1.0)):
-            order = {name: os.sched_getparam(w.pid).sched_priority for name, w in worker_processes().items()}
-    assert order["main"] > order["sub-1"] > order["sub-2"] > 1
 
 
 def test_a_killed_sub_process_costs_no_token_and_comes_back(folder, rehearsed_at_length, caplog):
@@ -173,7 +164,7 @@ def test_a_killed_main_process_has_a_successor(folder, rehearsed_at_length, sett
     [
         ({}, "sub-1"),
         pytest.param({}, "main", marks=nightly),
-        ({"stages": 2}, "stage-1"),
+        pytest.param({"stages": 2}, "stage-1", marks=nightly),
         pytest.param({"stages": 2}, "stage-2", marks=nightly),
     ],
     ids=str,
@@ -247,8 +238,8 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
     assert not worker_processes()
 
 
-def test_last_words_are_read_though_their_file_is_gone(tmp_path):
-    handle = ProcessHandle("sub-1", "no order", tmp_path, start_alone)
+def test_last_words_are_read_though_their_file_is_gone(tmp_path, one_fork_server):
+    handle = ProcessHandle("sub-1", "no order", tmp_path, one_fork_server.fork)
     try:
         (tmp_path / "errors-sub-1").unlink()
         handle.wait(60)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from damage import with_numbers
 from models_for_tests import build_tokenizer
-from served import Served
 from typer.testing import CliRunner
 
 import ppd_runtime.client.request
@@ -42,7 +40,7 @@ def expected(folder: str) -> tuple[int, ...]:
         return ordinary.generate(PROMPT, **ASKED).token_ids
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def runtime(request: pytest.FixtureRequest, folder: str) -> Iterator[PPDRuntime]:
     with PPDRuntime(folder, dtype="float32", launcher="processes", **LAYOUTS[request.param]) as found:
         yield found
@@ -82,7 +80,7 @@ def test_workers_of_another_version_are_named(
 
 
 def test_the_command_line_tells_it_in_a_line(folder: str) -> None:
-    asked = ["generate", "--model", folder, "--k", "1", "--dtype", "float32", "--max-new-tokens", "4"]
+    asked = f"generate --model {folder} --k 1 --transport local --dtype float32 --max-new-tokens 4".split()
     result = CliRunner().invoke(app, [*asked, "fox <pad>"])
     assert result.exit_code == 2
     assert result.stderr.startswith("ppd: the tokenizer makes '<pad>' token id 300, which the model lacks")
@@ -91,16 +89,3 @@ def test_the_command_line_tells_it_in_a_line(folder: str) -> None:
     result = CliRunner().invoke(app, [*asked, text])
     assert result.exit_code == 1
     assert "ppd: the model's logits for position 1 are NaN or infinite: a weight is damaged" in result.stderr
-
-
-def test_the_server_answers_the_next_request(folder: str, expected: tuple[int, ...], tmp_path: Path) -> None:
-    options = ("--model", folder, "--stages", "2", "--dtype", "float32")
-    asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-    with Served(tmp_path / "log", *options) as served:
-        assert "NaN or infinite" in served.complete(prompt=[DAMAGED], **asked)["error"]["message"]
-        (event,) = served.stream(prompt=[DAMAGED], **asked)
-        assert "NaN or infinite" in event["error"]["message"]
-        assert "<pad>" in served.complete(prompt="fox <pad>", **asked)["error"]["message"]
-        told = served.complete(prompt=PROMPT, logprobs=0, **asked)["choices"][0]
-        assert told["text"] == OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, **ASKED).text
-        assert "is lost" not in served.log.read_text()

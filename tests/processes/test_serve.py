@@ -202,32 +202,6 @@ def test_the_page_is_dark_or_light_and_narrow(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_server_without_workers_ends_with_one_line(tmp_path: Path) -> None:
-    with Served(tmp_path / "log", "--stages", "2", "--max-restarts", "0") as served:
-        worker_processes(psutil.Process(served.process.pid))["stage-2"].kill()
-        assert served.process.wait(DEADLINE_S) == 1
-        assert "the workers are lost" in served.log.read_text().splitlines()[-1]
-        assert "Traceback" not in served.log.read_text()
-
-
-def test_sigterm_finishes_what_runs_and_a_second_one_does_not(tmp_path: Path) -> None:
-    for again, layout in ((False, ("--stages", "2")), (True, ("--method", "autoregressive"))):
-        with Served(tmp_path / "log", *layout) as served:
-            asked = {"prompt": PROMPT, "max_tokens": 1500 if again else 60, "ignore_eos": True, "stream": True}
-            with served.client.stream("POST", "/v1/completions", json=asked) as answer:
-                lines = answer.iter_lines()
-                assert next(lines).startswith("data:")
-                served.process.send_signal(signal.SIGTERM)
-                if again:
-                    served.wait_until(lambda s=served: "shutting down" in s.log.read_text())
-                    served.process.send_signal(signal.SIGTERM)
-                    with pytest.raises(httpx.HTTPError):
-                        list(lines)
-                else:
-                    assert "data: [DONE]" in list(lines)
-            assert served.process.wait(DEADLINE_S) == 143
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -242,3 +216,30 @@ def test_mistakes_get_one_line_and_exit_code_2(options: list[str], words: str, m
     ended = CliRunner().invoke(app, ["serve", *options])  # spared an interpreter's imports
     assert (ended.exit_code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert words in ended.stderr
+
+
+def test_sigterm_finishes_what_runs(served: Served) -> None:
+    ends_at_sigterm(served, 1)
+
+
+@pytest.mark.nightly
+def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
+    with Served(tmp_path / "log", "--method", "autoregressive") as found:
+        ends_at_sigterm(found, 2)
+
+
+def ends_at_sigterm(served: Served, times: int) -> None:
+    """While a stream runs, whose end comes behind one signal and not behind two."""
+    asked = {"prompt": PROMPT, "max_tokens": 60 if times == 1 else 1500, "ignore_eos": True, "stream": True}
+    with served.client.stream("POST", "/v1/completions", json=asked) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data:")
+        served.process.send_signal(signal.SIGTERM)
+        if times == 1:
+            assert "data: [DONE]" in list(lines)
+        else:
+            served.wait_until(lambda: "shutting down" in served.log.read_text())
+            served.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+    assert served.process.wait(DEADLINE_S) == 143

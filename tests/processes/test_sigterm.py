@@ -4,23 +4,13 @@ A signal that the program has no handler for ends it, too, but not process 1 of 
 minus the signal's number, and here that is a mistake.
 """
 
-import contextlib
-import os
-import random
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import process_one
-import psutil
 import pytest
 from grids import nightly
-from seeds import SEED
 
-FAULTS = int(os.environ.get("PPD_FAULTS", "0"))
-"""How often a server is ended at a random moment, if more often than by default."""
 DEADLINE_S = 120
 PPD = "from ppd_runtime.cli.entry import main; main()"
 STRUCK = """
@@ -108,42 +98,3 @@ def test_process_one_ends_at_each_step(step: str, how: str) -> None:
     ended = end(step, how, *process_one.COMMAND)
     assert ended.returncode == 143, ended.stderr
     assert ended.stdout == "struck\n"
-
-
-@nightly
-def test_process_one_ends_whenever_it_gets_two() -> None:
-    """But for the first moments of Python itself, in which no program can have a handler."""
-    if reason := process_one.why_not():
-        pytest.skip(reason)
-    moments, missed = random.Random(SEED), 0
-    for _ in range(max(FAULTS, 10)):
-        words = [*process_one.COMMAND, sys.executable, "-c", PPD, "serve", "--port", "0", "--stages", "2"]
-        with subprocess.Popen(words, stderr=subprocess.PIPE) as running:
-            try:
-                server = _child(running.pid)
-                moment = moments.uniform(0.0, 8.0)
-                time.sleep(moment)
-                handled = _handles_it(server)
-                for _ in range(2):
-                    with contextlib.suppress(psutil.NoSuchProcess):  # the first was enough
-                        server.send_signal(signal.SIGTERM)
-                    time.sleep(0.05)
-                missed += not handled
-                if handled:
-                    assert running.wait(DEADLINE_S) == 143, f"{moment:.3f} s"
-            finally:
-                running.kill()
-    print(f"{missed} before there was a handler")
-
-
-def _child(pid: int) -> psutil.Process:
-    while not (children := psutil.Process(pid).children()):
-        time.sleep(0.001)
-    return children[0]
-
-
-def _handles_it(process: psutil.Process) -> bool:
-    """Whether the process has a handler for SIGTERM."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    caught = int(status.split("SigCgt:")[1].split()[0], 16)
-    return bool(caught >> (signal.SIGTERM - 1) & 1)

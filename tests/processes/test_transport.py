@@ -72,17 +72,6 @@ def test_messages_arrive_in_order(connect: Connect) -> None:
     assert main.receive(0) is None
 
 
-def test_two_senders_do_not_disturb_each_others_order(connect: Connect) -> None:
-    main = connect(DECIDER)
-    senders = {rank: connect(rank) for rank in (1, 2)}
-    for i in range(300):
-        for rank, endpoint in senders.items():
-            endpoint.send(DECIDER, Candidate(rank, 7, i, (0,)))
-    received = [main.receive(DEADLINE) for _ in range(600)]
-    for rank in senders:
-        assert [m.position for m in received if m.sender == rank] == list(range(300))
-
-
 def test_each_address_gets_its_own_messages(connect: Connect) -> None:
     endpoints = {address: connect(address) for address in ADDRESSES}
     for to in ADDRESSES:
@@ -166,12 +155,6 @@ def test_what_was_sent_before_closing_arrives(connect: Connect) -> None:
         sub.send(DECIDER, Candidate(1, 1, i, (0,)))
     sub.close()
     assert positions(main, 500) == list(range(500))
-
-
-def test_closing_twice_does_nothing(connect: Connect) -> None:
-    main = connect(DECIDER)
-    main.close()
-    main.close()
 
 
 @pytest.fixture
@@ -448,12 +431,6 @@ def test_a_peer_that_came_back_gets_whole_messages(unix: Callable[..., UnixEndpo
         arrived = main.receive(0.01)
     assert isinstance(arrived, Entries)
     assert arrived.position == 1
-
-
-def test_spinning_ends_at_the_deadline(unix: Callable[..., UnixEndpoint]) -> None:
-    main = unix(DECIDER, spin_s=10.0)
-    with timed(0.05):
-        assert main.receive(0.05) is None
 
 
 def test_who_spun_in_vain_sleeps_at_once_for_some_waits(unix: Callable[..., UnixEndpoint]) -> None:

@@ -29,7 +29,7 @@ def test_settings_travel_and_a_request_can_be_ended(model_folder) -> None:
     folder = str(model_folder("llama", num_layers=6, hidden_size=256, quiet_from=3))
     ordinary = OrdinaryDecoding(folder, dtype="float32")
     whole = ordinary.generate(PROMPT, max_new_tokens=300, ignore_eos=True).token_ids
-    slow = EmulatedDevice(layer_ms=4.0)  # a whole text takes long enough to be ended in the middle of it
+    slow = EmulatedDevice(layer_ms=1.0)  # a whole text takes long enough to be ended in the middle of it
     with PPDRuntime(folder, k=1, dtype="float32", launcher="processes", emulate=slow) as runtime:
         for settings in SETTINGS:
             expected = ordinary.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **settings)

@@ -21,12 +21,7 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
     parts = ("adapter/adapter.json", "adapter/adapter.safetensors", "probe/probe.json", "probe/probe.safetensors")
     for name in ("model.safetensors", "config.json", "tokenizer.json", "card.json", *parts):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
-    for name in (
-        "py.typed",
-        "tune/prompts/demo.jsonl",
-        "models/native/layers.cpp",
-        "models/native/vectors.h",
-    ):
+    for name in ("py.typed", "tune/prompts/demo.jsonl", "models/native/layers.cpp", "models/native/vectors.h"):
         assert (elsewhere / "ppd_runtime" / name).exists(), name
     assert wheel.stat().st_size < 25 * 2**20
 

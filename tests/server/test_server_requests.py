@@ -5,13 +5,7 @@ from pydantic import ValidationError
 
 from ppd_runtime.sampling_params import SamplingParams
 from ppd_runtime.server.errors import invalid, shown
-from ppd_runtime.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampling,
-    TokenizeRequest,
-)
+from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 
 
 @pytest.mark.parametrize(
