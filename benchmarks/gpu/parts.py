@@ -19,7 +19,7 @@ from ppd_runtime.models.stage.slicing import LayerSubset, without
 from ppd_runtime.sampling import Sampler
 from ppd_runtime.sampling_params import SamplingParams
 
-_OPTIONAL = ("ray", "zmq", "triton", "msgpack", "safetensors")
+_OPTIONAL = ("ray", "zmq", "triton", "msgspec", "safetensors")
 _LENGTHS = (128, 1024, 4096)
 _CHAIN = 4
 _KINDS = {
