@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _OTHERS = (
-    "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgpack", "zmq", "ray", "psutil", "packaging",
+    "torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "zmq", "ray", "psutil", "packaging",
     "filelock", "huggingface_hub", "ppd_runtime", "accelerate", "kernels", "sitecustomize", "usercustomize",
 )  # fmt: skip
 _TELL = "with open({marker!r}, 'a') as marker: marker.write(__name__ + '\\n')\n"

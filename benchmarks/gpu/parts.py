@@ -14,7 +14,7 @@ from benchmarks.models import shape_config
 from ppd_runtime.models.compiled.toolkit import check_toolkit
 from ppd_runtime.models.stage.layer_range import LayerRange
 
-_OPTIONAL = ("ray", "zmq", "triton", "msgpack", "safetensors")
+_OPTIONAL = ("ray", "zmq", "triton", "msgspec", "safetensors")
 
 
 def versions(scene: Scene) -> Rows:

@@ -1,14 +1,12 @@
 """The messages between the processes; `wire` encodes them."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
 from torch import Tensor
 
 from ppd_runtime.layouts import DECIDER
 from ppd_runtime.logprobs import TokenLogprobs, unpacked
 from ppd_runtime.pipeline.fields import (
-    AsRecord,
     Bytes,
     Candidates,
     Count,
@@ -23,6 +21,7 @@ from ppd_runtime.pipeline.fields import (
     Ranks,
     Request,
     TensorBytes,
+    Texts,
     TokenId,
     TokenIds,
     Winners,
@@ -53,7 +52,7 @@ class Begin(Message):
     """
 
     prompt_ids: TokenIds
-    params: Annotated[SamplingParams, AsRecord(stays=("timeout_s",), functions=("logits_processors",))]
+    params: SamplingParams
     """All but the time limit, which the client enforces."""
     live: bool
     """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
@@ -248,7 +247,7 @@ class Finished(Message):
     reason: str
     num_tokens: Count
     """Tokens after the prompt."""
-    path: Annotated[PathStats, AsRecord()]
+    path: PathStats
     error: str = ""
     """Why the request failed after them; empty if it did not. The worker lives on: it answers the next request."""
 
@@ -317,7 +316,7 @@ class Peers(Message):
     """Client → every worker: from now on the peers at these addresses are at `locations`."""
 
     addresses: Ranks
-    locations: list[str]
+    locations: Texts
 
 
 @dataclass(frozen=True, slots=True)

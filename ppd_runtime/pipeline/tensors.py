@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.pipeline.fields import WireError, pack_numbers
+from ppd_runtime.pipeline.fields import WireError
 
 Frame = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
 """A piece of a message on its way out."""
@@ -72,13 +72,13 @@ def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
     """What dtype and shape tell of outgoing tensors; raises WireError for those that no message may have."""
     if dtype not in _DTYPES:
         raise WireError(f"a tensor of {dtype}")
-    return Outgoing(pack_numbers([_DTYPES.index(dtype), *shape]), ctypes.c_ubyte * _num_bytes(dtype, shape))
+    return Outgoing(array("q", [_DTYPES.index(dtype), *shape]).tobytes(), ctypes.c_ubyte * _num_bytes(dtype, shape))
 
 
 @lru_cache(_MOST_SHAPES)
 def arriving(description: bytes) -> Arriving:
     """What a description says; raises WireError for one that no message may have."""
-    numbers = array("q", description)
+    numbers = array("q", description if len(description) % 8 == 0 else b"")
     if not numbers or not 0 <= numbers[0] < len(_DTYPES):
         raise WireError("a tensor of an unknown dtype")
     dtype, shape = _DTYPES[numbers[0]], tuple(numbers[1:])

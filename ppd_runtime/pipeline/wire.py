@@ -5,21 +5,32 @@ of their own. Decoding trusts nothing: every length, type, range and shape is ch
 whatever is wrong becomes a `WireError`.
 """
 
+import dataclasses
 import logging
-import threading
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 try:
-    import msgpack
+    from msgspec import Struct
+    from msgspec.msgpack import Decoder, Encoder
 except ModuleNotFoundError as error:
-    line = f"ppd_runtime needs msgpack for its messages, which is not installed ({error}): pip install msgpack"
-    raise ModuleNotFoundError(line, name="msgpack") from error
+    line = f"ppd_runtime needs msgspec for its messages, which is not installed ({error}): pip install msgspec"
+    raise ModuleNotFoundError(line, name="msgspec") from error
 
-from ppd_runtime.pipeline.fields import MOST_TEXTS, FieldPlan, WireError, make_plan
+from ppd_runtime.pipeline.fields import (
+    Rank,
+    Request,
+    WireError,
+    in_header,
+    is_record,
+    record_of,
+    values_of,
+)
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -48,11 +59,11 @@ from ppd_runtime.pipeline.messages import (
     Tokens,
     Unreadable,
 )
-from ppd_runtime.pipeline.tensors import Frame, arriving, on_the_host, outgoing
+from ppd_runtime.pipeline.tensors import Frame, Outgoing, arriving, on_the_host, outgoing
 from ppd_runtime.sampling_params import BY_CHANCE
 
 logger = logging.getLogger(__name__)
-WIRE_VERSION = 18
+WIRE_VERSION = 19
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (
@@ -85,16 +96,58 @@ KIND_NAMES = tuple(kind.__name__ for kind in _KINDS)
 """In the order of their numbers on the wire."""
 
 
-class _Thread(threading.local):
-    """A thread's packer: making one for each message takes longer than packing the message."""
+class _Start(Struct, array_like=True):
+    """The first members of a header, the same in all versions."""
 
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer()
+    version: int
+    kind: int
+    sender: Rank
+    request: Request
 
 
-_THREAD = _Thread()
-_SENDER_AND_REQUEST = make_plan(-1, Message)
-_PLANS = {kind: make_plan(number, kind) for number, kind in enumerate(_KINDS)}
+class _Plan(NamedTuple):
+    """How to write and read a kind of message; places index its header."""
+
+    number: int
+    names: tuple[str, ...]
+    values: Callable[[Any], tuple[Any, ...]]
+    decoder: Decoder[tuple[Any, ...]]
+    """Of the header, whole."""
+    records: tuple[tuple[int, type], ...]
+    tensor: int
+    """Place of its tensor; 0 if it has none."""
+
+    def read(self, header: Any) -> list[Any]:
+        """The header's members; WireError for bad ones."""
+        try:
+            members = list(self.decoder.decode(header))
+            for place, record in self.records:
+                members[place] = record_of(record, members[place])
+        except (ValueError, RecursionError) as error:
+            reason = re.sub(r"`\$\[(\d+)\](.*)`", lambda at: self.names[int(at[1]) - 2] + at[2], str(error))
+            raise WireError(f"a {KIND_NAMES[self.number]}: {reason}") from error
+        return members
+
+
+def _plan(number: int, kind: type[Message]) -> _Plan:
+    hints = get_type_hints(kind, include_extras=True)
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    places = [(place, hints[name]) for place, name in enumerate(names, 2)]
+    tensors = [place for place, hint in places if hint in (Tensor, Tensor | None)]
+    assert len(tensors) <= 1, "a message has room for one tensor"
+    return _Plan(
+        number=number,
+        names=names,
+        values=attrgetter(*names),
+        decoder=Decoder(tuple[(int, int, *(in_header(hint) for _, hint in places))]),  # type: ignore[misc]
+        records=tuple((place, hint) for place, hint in places if is_record(hint)),
+        tensor=tensors[0] if tensors else 0,
+    )
+
+
+_ENCODER = Encoder()
+_START = Decoder(_Start)
+_PLANS = {kind: _plan(number, kind) for number, kind in enumerate(_KINDS)}
 _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
     Begin: lambda begin: len(begin.delivered) <= begin.params.max_new_tokens and begin.params.seed != BY_CHANCE,
     CatchUp: lambda missed: missed.entries is None or _num_rows(missed.entries) <= len(missed.token_ids),
@@ -116,18 +169,12 @@ def encode(message: Message) -> list[Frame]:
     Raises:
         WireError: if `decode` would refuse the header's length or the tensor's form.
     """
-    plan = _PLANS[type(message)]
-    values = plan.values(message)
-    tensor = values[plan.tensor - 2] if plan.tensor else None
-    if tensor is None:
-        return [_header(plan, values, None)]
-    form = outgoing(tensor.dtype, tensor.shape)
-    frame = form.bytes_of(tensor)
-    if frame is None:
-        tensor = on_the_host(tensor.detach())
-        frame = form.bytes_of(tensor)
-        assert frame is not None
-    return [_header(plan, values, form.description), frame]
+    header, tensor, form = _written(message)
+    if tensor is None or form is None:
+        return [header]
+    frame = form.bytes_of(tensor) or form.bytes_of(on_the_host(tensor.detach()))
+    assert frame is not None
+    return [header, frame]
 
 
 def has_tensor(message: Message) -> bool:
@@ -142,26 +189,24 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
     Raises:
         WireError: if `decode` would refuse the header's length or the tensor's form.
     """
+    header, tensor, _ = _written(message)
+    return header, None if tensor is None else tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _written(message: Message) -> tuple[bytes, Tensor | None, Outgoing | None]:
+    """The message's header, its tensor, and what the tensor's dtype and shape tell."""
     plan = _PLANS[type(message)]
-    values = plan.values(message)
-    tensor = values[plan.tensor - 2] if plan.tensor else None
-    if tensor is None:
-        return _header(plan, values, None), None
-    description = outgoing(tensor.dtype, tensor.shape).description
-    return _header(plan, values, description), tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _header(plan: FieldPlan, values: Sequence[Any], description: bytes | None) -> bytes:
-    """`description`: dtype and shape of the message's tensor."""
-    fields = [WIRE_VERSION, plan.number, *values]
-    for place, write in plan.writers:
-        fields[place] = write(fields[place])
-    if plan.tensor:
-        fields[plan.tensor] = description
-    header = _THREAD.packer.pack(fields)
+    fields, form = [WIRE_VERSION, plan.number, *plan.values(message)], None
+    tensor = fields[plan.tensor] if plan.tensor else None
+    if tensor is not None:
+        form = outgoing(tensor.dtype, tensor.shape)
+        fields[plan.tensor] = form.description
+    for place, _ in plan.records:
+        fields[place] = values_of(fields[place])
+    header = _ENCODER.encode(fields)
     if len(header) > _MAX_HEADER_BYTES:
         raise WireError(f"a {KIND_NAMES[plan.number]} of {len(header)} bytes: {_MAX_HEADER_BYTES} are the most")
-    return header
+    return header, tensor, form
 
 
 def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
@@ -170,12 +215,14 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
     Raises:
         WireError: for anything that `encode` of this version would not have written.
     """
-    header = _header_of(frames)
-    kind = _kind(header)
+    start = _start(frames)
+    if start.version != WIRE_VERSION:
+        raise WireError(f"not a message of wire version {WIRE_VERSION}")
+    if not 0 <= start.kind < len(_KINDS):
+        raise WireError("unknown kind of message")
+    kind = _KINDS[start.kind]
     plan = _PLANS[kind]
-    if len(header) != 2 + plan.num_fields:
-        raise WireError(f"a {kind.__name__} with the wrong number of fields")
-    plan.read(header)
+    header = plan.read(frames[0])
     if plan.tensor and header[plan.tensor] is not None:
         if len(frames) != 2:
             raise WireError(f"a {kind.__name__} needs one frame for its tensor")
@@ -202,32 +249,21 @@ def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
 def _unreadable(frames: Sequence[bytes | memoryview | Tensor], reason: str) -> Unreadable | None:
     """What can be read of another version's message: the first members of a header are the same in all versions."""
     try:
-        header = _header_of(frames)
-        version, number, sender, request = header[:4]
-        _SENDER_AND_REQUEST.read([version, number, sender, request])
-    except (WireError, ValueError, TypeError):
+        start = _start(frames)
+    except WireError:
         return None
-    known = version == WIRE_VERSION and type(number) is int and 0 <= number < len(_KINDS)
-    return Unreadable(sender, request, KIND_NAMES[number] if known else "", reason)
+    known = start.version == WIRE_VERSION and 0 <= start.kind < len(_KINDS)
+    return Unreadable(start.sender, start.request, KIND_NAMES[start.kind] if known else "", reason)
 
 
 def _num_rows(entries: Tensor) -> int:
     return len(entries) if entries.dim() else 1
 
 
-def _kind(header: list[Any]) -> type[Message]:
-    if type(header) is not list or len(header) < 2 or type(header[0]) is not int or header[0] != WIRE_VERSION:
-        raise WireError(f"not a message of wire version {WIRE_VERSION}")
-    number = header[1]
-    if type(number) is not int or not 0 <= number < len(_KINDS):
-        raise WireError("unknown kind of message")
-    return _KINDS[number]
-
-
-def _header_of(frames: Sequence[bytes | memoryview | Tensor]) -> Any:
+def _start(frames: Sequence[bytes | memoryview | Tensor]) -> _Start:
     if not frames or isinstance(frames[0], Tensor) or len(frames[0]) > _MAX_HEADER_BYTES:
         raise WireError("no header, or one that is too long")
     try:
-        return msgpack.unpackb(frames[0], max_array_len=MOST_TEXTS, max_map_len=0, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"not a header: {type(error).__name__}") from error
+        return _START.decode(frames[0])
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not a header: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 CORPUS = Path(__file__).parent / "corpus"
 INTERESTING = (
@@ -109,8 +109,8 @@ def _change_field(data: bytearray, generator: random.Random, _: list[bytes]) -> 
         if len(data) > start:
             (length,) = struct.unpack_from(size, data, at)
             try:
-                header = msgpack.unpackb(bytes(data[start : start + length]))
-                changed = msgpack.packb(_with_another_value(header, generator))
+                header = msgpack.decode(bytes(data[start : start + length]))
+                changed = msgpack.encode(_with_another_value(header, generator))
                 struct.pack_into(size, data, at, len(changed))
             except Exception:  # noqa: BLE001 (no header there, whatever msgpack makes of it)
                 continue

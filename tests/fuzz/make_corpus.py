@@ -100,11 +100,11 @@ def write(target: str, name: str, data: bytes) -> None:
 
 
 def refusal(data: bytes) -> str | None:
-    """Why an input is no message, whatever its kind; None where it is one."""
+    """Why an input is no message, whatever its kind, the place and the values; None where it is one."""
     try:
         decode(frames_of(data))
     except WireError as error:
-        return re.sub(rf"({'|'.join(KIND_NAMES)})(\.\w+)?|\d+", "…", str(error))
+        return re.sub(rf"\b({'|'.join(KIND_NAMES)})\b|,? (got|at|in position) .*|-?\b\d[\w.+]*|'.x..'", "…", str(error))
     return None
 
 

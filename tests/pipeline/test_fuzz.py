@@ -71,7 +71,7 @@ def test_a_broken_decoder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors.math, "prod", lambda _: 8)
     try:
         with pytest.raises(Exception, match=r"shape|size"):
-            for data in mutations("decoding", 0, 5000):
+            for data in mutations("decoding", 0, 20_000):
                 decoding(data)
     finally:
         tensors.arriving.cache_clear()

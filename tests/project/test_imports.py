@@ -59,8 +59,8 @@ def test_a_library_that_asks_for_gpus_does_not_start_cuda_where_workers_are_fork
         assert process.environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
-def test_a_machine_without_msgpack_is_told_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "msgpack", None)
-    line = r"^ppd_runtime needs msgpack for its messages, which is not installed \(.*\): pip install msgpack$"
+def test_a_machine_without_msgspec_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    line = r"^ppd_runtime needs msgspec for its messages, which is not installed \(.*\): pip install msgspec$"
     with pytest.raises(ModuleNotFoundError, match=line):
         runpy.run_path(wire.__file__)
