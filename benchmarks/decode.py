@@ -22,8 +22,8 @@ from benchmarks.engines import COMPILED, EAGER
 from benchmarks.models import model_folder
 from benchmarks.recording import Figures, positive, run, table_of
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.config import FORMATS
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.settings.config import FORMATS
 from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.tune.prompt_files import read_prompts
 

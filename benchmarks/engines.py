@@ -54,7 +54,7 @@ class Ours:
 
     def __init__(self, task: Task) -> None:
         from ppd_runtime import OrdinaryDecoding, PPDRuntime
-        from ppd_runtime.config import FORMATS
+        from ppd_runtime.settings.config import FORMATS
 
         settings: dict[str, Any] = {"dtype": "float32", "compile": task.engine != EAGER}
         if task.weights in FORMATS:

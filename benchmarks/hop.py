@@ -24,8 +24,8 @@ import torch
 from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import End, ExitState
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import open_endpoint

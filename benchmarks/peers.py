@@ -32,7 +32,7 @@ from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.compare import Comparison, Text, Way, compare
 from ppd_runtime.tune.prompt_files import read_prompts
 

@@ -34,7 +34,7 @@ from benchmarks.faults import Trouble, left_behind, serving
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, new_parser, positive, run, share, table_of, whole_numbers
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.config import DTYPES
+from ppd_runtime.settings.config import DTYPES
 from ppd_runtime.tune.prompt_files import read_prompts
 
 _START_S, _ANSWER_S, _SETTLE_S, _END_S = 300.0, 300.0, 60.0, 120.0

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppd_runtime.async_runtime import AsyncPPDRuntime
-    from ppd_runtime.config import RuntimeConfig
     from ppd_runtime.methods.ordinary import OrdinaryDecoding
     from ppd_runtime.methods.registry import decode, open_method
     from ppd_runtime.request_error import RequestError
     from ppd_runtime.results import GenerationResult, TokenEvent
     from ppd_runtime.runtime import PPDRuntime
-    from ppd_runtime.sampling_params import SamplingParams
+    from ppd_runtime.sampling.params import SamplingParams
+    from ppd_runtime.settings.config import RuntimeConfig
 
 __version__ = "0.2.0"
 __all__ = [
@@ -32,8 +32,8 @@ _HOMES = {
     "OrdinaryDecoding": "ppd_runtime.methods.ordinary",
     "PPDRuntime": "ppd_runtime.runtime",
     "RequestError": "ppd_runtime.request_error",
-    "RuntimeConfig": "ppd_runtime.config",
-    "SamplingParams": "ppd_runtime.sampling_params",
+    "RuntimeConfig": "ppd_runtime.settings.config",
+    "SamplingParams": "ppd_runtime.sampling.params",
     "TokenEvent": "ppd_runtime.results",
     "decode": "ppd_runtime.methods.registry",
     "open_method": "ppd_runtime.methods.registry",

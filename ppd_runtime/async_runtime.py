@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from ppd_runtime.config import UNSET, RuntimeConfig
 from ppd_runtime.launch.supervisor import CLOSED
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import Messages, options_of
@@ -15,8 +14,9 @@ from ppd_runtime.methods.generation import Generation
 from ppd_runtime.methods.prompts import Prompt, Prompts
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.runtime import PPDRuntime
-from ppd_runtime.sampling_params import SamplingParams, sampling_from
-from ppd_runtime.settings import takes_settings
+from ppd_runtime.sampling.params import SamplingParams, sampling_from
+from ppd_runtime.settings.config import UNSET, RuntimeConfig
+from ppd_runtime.settings.fields import takes_settings
 
 Decoder = TypeVar("Decoder", bound=TextGenerator)
 Told: TypeAlias = TokenEvent | GenerationResult | Exception

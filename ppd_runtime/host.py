@@ -1,4 +1,4 @@
-"""The CPU cores and memory that this process may use, by its affinity and its control groups.
+"""The CPU cores and memory that this process may use, by its affinity and its control groups; the processor's name.
 
 A container's limits are those of its control group and of all that enclose it, in either version of them. The kernel
 tells where this process is (/proc/self/cgroup) and where groups can be read (/proc/self/mountinfo).
@@ -7,6 +7,7 @@ tells where this process is (/proc/self/cgroup) and where groups can be read (/p
 import contextlib
 import math
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -110,3 +111,10 @@ def _text(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     return _text(path).splitlines()
+
+
+def processor() -> str:
+    """The processor's name, such as AMD EPYC 7B13; else what is known of its make."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()

@@ -5,8 +5,8 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
-from ppd_runtime.layouts import Layout
-from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.settings.layouts import Layout
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.spans import ProcessSpans
 from ppd_runtime.tracing.trace import Trace

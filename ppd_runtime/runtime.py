@@ -11,7 +11,6 @@ from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
-from ppd_runtime.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio
 from ppd_runtime.host import available_cores
@@ -23,7 +22,6 @@ from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
 from ppd_runtime.launch.worker_specs import find_heads, with_layers_of, worker_specs
-from ppd_runtime.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.request_queue import RequestQueue
 from ppd_runtime.methods.steps import Step, Steps, Totals
@@ -33,8 +31,10 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice, emulation_note
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Live
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import takes_settings
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
+from ppd_runtime.settings.fields import takes_settings
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, StagedLayout
 from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective

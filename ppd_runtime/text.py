@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 
 _INCOMPLETE = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Message, Shutdown
 from ppd_runtime.pipeline.wire import WireError, decode, encode
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.workers.worker import Worker
 
 LONGEST_STOP_S = 0.4

@@ -16,8 +16,8 @@ from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, 
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.stage.sparse import sparse_subset
-from ppd_runtime.sampling import Draws, Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Draws, Sampler
 from ppd_runtime.text import StopRule
 
 VOCABULARY, LENGTH = 3, 5

@@ -4,9 +4,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.pipeline.ports import Machine, WaitFor, next_wait
+from ppd_runtime.settings.layouts import CLIENT
 
 
 class MachineNetwork:

@@ -11,7 +11,6 @@ from machine_network import MachineNetwork
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.methods.ordinary import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
@@ -27,8 +26,9 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.text import StopRule
 
 PROMPTS = [" ".join(f"word{i}" for i in range(n)) for n in (1, 2, 3, 5, 8, 13, 21)]

@@ -7,7 +7,6 @@ from itertools import pairwise
 from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead
 from ppd_runtime.pipeline.messages import Begin, Message, Missing, Peers, PromptStates, Rows, Token
@@ -16,8 +15,9 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 
 class StagedRun:

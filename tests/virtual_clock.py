@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.pipeline.ports import Machine, WaitFor, next_wait
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import CLIENT
 
 WRONG = -1
 """A token that is never right."""

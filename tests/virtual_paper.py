@@ -7,14 +7,14 @@ from functools import partial
 
 from virtual_clock import Clock, VirtualExitHead, VirtualNetwork, VirtualProcess, VirtualSampler, VirtualStage
 
-from ppd_runtime.checks import can_run_ahead
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import MISS, Begin, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import can_run_ahead
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
 _Sub = SubProcess | RunAheadSubProcess

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from virtual_clock import Clock, VirtualNetwork, VirtualProcess, VirtualSampler
 
-from ppd_runtime.checks import stage_layers
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import Begin, Message, Token
 from ppd_runtime.pipeline.ports import Machine
@@ -24,8 +22,10 @@ from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.checks import stage_layers
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
 _NEXT_RANK = 0.25

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppd_runtime.checks import check_whole
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import check_whole
 
 if TYPE_CHECKING:
     from ppd_runtime.tune.bench import BenchReport

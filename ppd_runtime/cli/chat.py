@@ -17,10 +17,10 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import LAYOUT, figures, foreseen, own_settings, print_stream, show_progress, stages_of
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.typed import is_terminal, typed_at_terminal, typed_lines
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import summary
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.fields import summary
 
 if TYPE_CHECKING:
     from rich.text import Text

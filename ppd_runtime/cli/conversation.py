@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.sampling_params import BY_CHANCE, SAMPLING_SETTINGS, SamplingParams, sampling_from
-from ppd_runtime.settings import check_known, summary
+from ppd_runtime.sampling.params import BY_CHANCE, SAMPLING_SETTINGS, SamplingParams, sampling_from
+from ppd_runtime.settings.fields import check_known, summary
 
 if TYPE_CHECKING:
     from ppd_runtime.methods.base import TextGenerator

@@ -7,9 +7,9 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import print_stream, show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.config import USUAL_K, RuntimeConfig
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import USUAL_K, RuntimeConfig
 from ppd_runtime.tune.machine_load import busy_note
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Method, Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig
 from ppd_runtime.imports import quick_imports
-from ppd_runtime.sampling_params import BY_CHANCE, SamplingParams
+from ppd_runtime.sampling.params import BY_CHANCE, SamplingParams
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS, RuntimeConfig
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppd_runtime.checks import even_cuts
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.cost_model.match_rates import parse_list
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import even_cuts
+from ppd_runtime.settings.config import ALL_FORMATS, SHARED
 
 if TYPE_CHECKING:
     from ppd_runtime.models.checkpoint.description import ModelInfo

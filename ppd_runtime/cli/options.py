@@ -10,10 +10,10 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RUNTIME_SETTINGS, RuntimeConfig
 from ppd_runtime.methods.choices import METHODS
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import default_of, summary
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS, RUNTIME_SETTINGS, RuntimeConfig
+from ppd_runtime.settings.fields import default_of, summary
 
 Settings = dict[str, Any]
 """What a group hands its command: values by the names of their settings."""

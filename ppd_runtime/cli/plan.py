@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppd_runtime.checks import check_number
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
-from ppd_runtime.config import SHARED, in_process_config
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import check_number
+from ppd_runtime.settings.config import SHARED, in_process_config
 from ppd_runtime.tune.device_plan import Given, plan_devices
 from ppd_runtime.tune.tables import plain_table
 

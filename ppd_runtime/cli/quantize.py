@@ -10,8 +10,8 @@ import typer
 
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import AsJson
-from ppd_runtime.config import FORMATS, RuntimeConfig
-from ppd_runtime.settings import summary
+from ppd_runtime.settings.config import FORMATS, RuntimeConfig
+from ppd_runtime.settings.fields import summary
 
 Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]
 

@@ -8,9 +8,9 @@ from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, own_settings, show_progress
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
+from ppd_runtime.settings.config import RuntimeConfig
 
 _LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens", "prefix_cache_tokens")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppd_runtime.checks import even_cuts
-from ppd_runtime.config import USUAL_K
 from ppd_runtime.cost_model.match_rates import parse_list, read_match_rates
 from ppd_runtime.cost_model.staged import check_shares
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.cost_model.tradeoff import StagedSetting, StagedTradeoff, measured_settings, predict_stages
+from ppd_runtime.settings.checks import even_cuts
+from ppd_runtime.settings.config import USUAL_K
 from ppd_runtime.tune.tables import plain_table
 
 USUAL_LAYERS = 40

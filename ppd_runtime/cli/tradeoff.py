@@ -13,10 +13,10 @@ from ppd_runtime.cli.errors import one_line_errors
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.cli.stages import USUAL_LAYERS, StagedOptions, predict_staged, print_staged
-from ppd_runtime.config import USUAL_K
 from ppd_runtime.cost_model.match_rates import parse_list, read_match_rates, select
 from ppd_runtime.cost_model.theory import Times
 from ppd_runtime.cost_model.tradeoff import Tradeoff, predict, row_dict
+from ppd_runtime.settings.config import USUAL_K
 from ppd_runtime.tune.tables import plain_table
 
 _EXIT_LAYER, _MATCH_RATE = "20", "0.6837"

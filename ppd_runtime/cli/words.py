@@ -10,7 +10,7 @@ from typing import Any
 from typer.models import OptionInfo
 
 from ppd_runtime.cli.options import PARAMETERS
-from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.settings.fields import UnknownSettingError
 
 _OTHER_NAMES = {
     **PARAMETERS,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ppd_runtime.launch.base import Workers
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import Failed, Message
+from ppd_runtime.settings.layouts import DECIDER
 
 _SLICE_S = 0.02  # how long a call listens before others may send
 

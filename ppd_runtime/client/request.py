@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from ppd_runtime.client.ending import CANCELLED, Ending
 from ppd_runtime.client.exchange import MessageExchange
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import (
     Begin,
     Cancel,
@@ -27,6 +26,7 @@ from ppd_runtime.pipeline.span_messages import unpack
 from ppd_runtime.pipeline.wire import WireError
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import NOTHING_NEW, News
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.tracing.spans import ProcessSpans
 
 logger = logging.getLogger(__name__)

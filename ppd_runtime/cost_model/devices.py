@@ -7,10 +7,10 @@ Times are for a token after the first; every method shares the first token's pas
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppd_runtime.checks import check_number, check_share, check_whole, even_cuts, stage_layers
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.settings.checks import check_number, check_share, check_whole, even_cuts, stage_layers
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppd_runtime.checks import check_choice, check_cuts, check_share, check_whole
-from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.cost_model.staged import check_shares
+from ppd_runtime.settings.checks import check_choice, check_cuts, check_share, check_whole
+from ppd_runtime.settings.config import ALL_FORMATS, FLOATS
 
 T = TypeVar("T", int, float)
 Rates = dict[tuple[int, int], float]

@@ -15,8 +15,8 @@ the stages or of another sum than 1, and negative times or rows.
 import math
 from collections.abc import Sequence
 
-from ppd_runtime.checks import check_cuts, check_number, check_share, check_whole, stage_layers
 from ppd_runtime.cost_model.theory import Times, ordinary_time
+from ppd_runtime.settings.checks import check_cuts, check_number, check_share, check_whole, stage_layers
 
 GPT_FAST_ALL_REDUCE_MS = (0.018, 0.029)
 """An all-reduce on 2 and on 8 A100 GPUs: gpt-fast's README has Llama-2-7B, 32 layers, at 104.9 tokens/s on one of them,

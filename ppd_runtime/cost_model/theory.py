@@ -7,7 +7,7 @@ outside d/2 … d − 1, less than one token or candidate, or a negative time.
 
 from dataclasses import dataclass, fields
 
-from ppd_runtime.checks import check_layers, check_number, check_share, check_whole
+from ppd_runtime.settings.checks import check_layers, check_number, check_share, check_whole
 
 
 def expected_latency(num_layers: int, exit_layer: int, match_rate: float, num_new_tokens: int) -> float:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ppd_runtime.checks import check_cuts, check_stages
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times, miss_time
+from ppd_runtime.settings.checks import check_cuts, check_stages
 
 StagedSetting = tuple[tuple[int, ...], int, tuple[float, ...]]
 """Cuts, k, and the shares of first boundaries; see `ppd_runtime.cost_model.staged`."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ppd_runtime.launch.supervisor import Supervisor
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.pipeline.messages import Peers, Shutdown
+from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.transport import Endpoint
 
 

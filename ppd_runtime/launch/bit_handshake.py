@@ -1,6 +1,6 @@
 """Checks that all workers of a runtime compute the same bits: others may not serve."""
 
-from ppd_runtime.layouts import DECIDER, Layout
+from ppd_runtime.settings.layouts import DECIDER, Layout
 from ppd_runtime.workers.bits import Bits
 
 

@@ -8,7 +8,6 @@ from transformers import PretrainedConfig
 
 from ppd_runtime.host import free_memory_bytes
 from ppd_runtime.launch.gpus import free_bytes
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
@@ -16,6 +15,7 @@ from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
 from ppd_runtime.models.checkpoint.weights_card import card_of
 from ppd_runtime.models.native.packing import packed_bytes
 from ppd_runtime.models.native.quantising import FORMAT_OF
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.workers.spec import WorkerSpec
 
 MOST_REQUESTS = 16

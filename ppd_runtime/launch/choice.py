@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.settings.config import RuntimeConfig
 
 _CONNECT_DEADLINE_S = 5.0
 _A_JOBS = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID")

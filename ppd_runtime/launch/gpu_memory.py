@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.launch.cache_room import layer_entry_bytes
 from ppd_runtime.launch.gpus import free_bytes
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.workers.spec import WorkerSpec
 
 

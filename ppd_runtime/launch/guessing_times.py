@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ppd_runtime import __version__
-from ppd_runtime.config import AUTO
 from ppd_runtime.files.cache_folder import capabilities
 from ppd_runtime.files.findings import note, noted
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.speculation_policy import Growth
+from ppd_runtime.settings.config import AUTO
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)

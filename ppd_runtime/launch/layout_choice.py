@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ppd_runtime.checks import even_cuts, stage_layers
-from ppd_runtime.config import USUAL_K
-from ppd_runtime.layouts import StagedLayout
+from ppd_runtime.settings.checks import even_cuts, stage_layers
+from ppd_runtime.settings.config import USUAL_K
+from ppd_runtime.settings.layouts import StagedLayout
 
 MOST_CHOSEN_ROWS = 8
 _MOST_K = 5  # a further candidate is right in one token of a hundred

@@ -20,7 +20,7 @@ from ppd_runtime.launch.fork_server import (
 )
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.layouts import CLIENT, DECIDER
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers import entry

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from ppd_runtime import __version__
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.files.cache_folder import capabilities, with_way_out
 from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choose_layout
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.layouts import DECIDER, StagedLayout
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.compiled.graphs import current_device
@@ -25,8 +23,10 @@ from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.layouts import DECIDER, StagedLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.imports import whole_imports
 from ppd_runtime.launch.base import Workers
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, ray_is_initialized
@@ -16,9 +15,10 @@ from ppd_runtime.launch.stage_costs import with_layout
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.launch.worker_specs import all_code_kinds
-from ppd_runtime.layouts import DECIDER, StagedLayout
 from ppd_runtime.models.build import share_weights
 from ppd_runtime.models.compiling import code_for, wants_code
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.layouts import DECIDER, StagedLayout
 from ppd_runtime.transport.sockets import choose_transport
 from ppd_runtime.workers.spec import WorkerSpec
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ppd_runtime.launch.bit_handshake import BitHandshake
-from ppd_runtime.layouts import DECIDER, Layout
+from ppd_runtime.settings.layouts import DECIDER, Layout
 from ppd_runtime.workers.bits import Bits
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 
 from ppd_runtime.launch.base import Introductions, RequestCounts, dismiss
 from ppd_runtime.launch.supervisor import Progress, Supervisor
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Shutdown
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers.bits import NO_BITS

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from ppd_runtime.checks import check_cuts, check_stages, even_cuts
-from ppd_runtime.config import SHARED, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS
-from ppd_runtime.layouts import DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.config import heavy_length, model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -19,6 +16,9 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.shortlist import shortlist
+from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
+from ppd_runtime.settings.config import SHARED, RuntimeConfig
+from ppd_runtime.settings.layouts import DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
 USUAL_SHORTLIST = 8192

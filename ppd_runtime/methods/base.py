@@ -17,7 +17,7 @@ from ppd_runtime.methods.steps import Steps, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
 from ppd_runtime.results import GenerationResult, Live
-from ppd_runtime.sampling_params import SamplingParams, sampling_from
+from ppd_runtime.sampling.params import SamplingParams, sampling_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ppd_runtime.checks import check_bool
+from ppd_runtime.settings.checks import check_bool
 
 Messages: TypeAlias = Sequence[Any]
 """Messages, oldest first: mappings, or objects with `model_dump()`, with a "role" and a "content"."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ppd_runtime.checks import check_share, check_whole
+from ppd_runtime.settings.checks import check_share, check_whole
 
 SELF_SPECULATIVE_NAMES = ("layerskip", "adaspeed", "kangaroo", "swift")
 METHODS = ("autoregressive", "ppd", *SELF_SPECULATIVE_NAMES)

@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ppd_runtime.checks import check_depth, check_int
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.speculation import Propose
@@ -23,6 +22,7 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.parts import shipped_part
 from ppd_runtime.models.trained.probe import Probe, describe_probe, load_probe
+from ppd_runtime.settings.checks import check_depth, check_int
 
 
 class EarlyExitDrafting(ABC):

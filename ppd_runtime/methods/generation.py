@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields, replace
 from typing import Protocol
 
-from ppd_runtime.checks import check_int
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
-from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.methods.request_queue import Place, RequestQueue
 from ppd_runtime.methods.steps import Decoder, Step, Steps, Totals, in_parts, lengths_of_runs
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import check_int
 from ppd_runtime.text import TextStream
 
 _MOST_TEXTS = 1024

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Steps, Totals
 from ppd_runtime.models.build import load_stage, share_weights
@@ -18,8 +17,9 @@ from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated, emulation_note
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
 

@@ -4,16 +4,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.sampling import Sampler, TimedSampler
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import takes_settings
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler, TimedSampler
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
+from ppd_runtime.settings.fields import takes_settings
 from ppd_runtime.text import StopRule
 
 

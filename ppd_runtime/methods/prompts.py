@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from ppd_runtime.checks import check_bool, foreign_token
+from ppd_runtime.settings.checks import check_bool, foreign_token
 
 if TYPE_CHECKING:
     import numpy as np

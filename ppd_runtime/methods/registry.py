@@ -16,8 +16,8 @@ from ppd_runtime.methods.speculation import MethodSettings
 from ppd_runtime.methods.swift import SwiftSettings
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.runtime import PPDRuntime
-from ppd_runtime.sampling_params import SAMPLING_SETTINGS
-from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.sampling.params import SAMPLING_SETTINGS
+from ppd_runtime.settings.fields import UnknownSettingError
 
 _SETTINGS = (LayerSkipSettings, AdaSpeedSettings, KangarooSettings, SwiftSettings)
 SELF_SPECULATIVE: Mapping[str, Callable[..., Any]] = dict(zip(SELF_SPECULATIVE_NAMES, _SETTINGS, strict=True))

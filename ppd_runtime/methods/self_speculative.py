@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.checks import check_choice
-from ppd_runtime.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
 from ppd_runtime.cost_model.theory import drafting_ratio
 from ppd_runtime.methods.choices import ACCEPTANCE_RULES
 from ppd_runtime.methods.in_process import OneProcessDecoding
@@ -16,9 +14,11 @@ from ppd_runtime.methods.verification import acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import Speculation
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import takes_settings
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.checks import check_choice
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS, RuntimeConfig, in_process_config
+from ppd_runtime.settings.fields import takes_settings
 from ppd_runtime.text import StopRule
 
 

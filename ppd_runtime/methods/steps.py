@@ -9,11 +9,11 @@ from typing import Protocol, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.layouts import Layout
-from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.results import NOTHING_NEW, News, PathStats, Speculation, run_lengths
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import Layout
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
 

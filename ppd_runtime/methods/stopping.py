@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from ppd_runtime.checks import check_choice, check_share, check_whole
 from ppd_runtime.methods.choices import STOPPING_RULES
 from ppd_runtime.models.native.drafts import DraftRule
+from ppd_runtime.settings.checks import check_choice, check_share, check_whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ppd_runtime.checks import check_whole
 from ppd_runtime.methods.choices import SWIFT_WIDEST, SWIFT_WINDOW, SearchSettings
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
@@ -25,6 +24,7 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
 from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.trained.layer_sets import read_layer_set
+from ppd_runtime.settings.checks import check_whole
 
 _WIDTHS = ((0.5, SWIFT_WIDEST), (0.8, 5), (0.95, 3), (1.0, 1))
 """Greatest confidence of a place, and its candidates (section 4.2)."""

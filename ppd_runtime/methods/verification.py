@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.request_error import RequestError, no_numbers
-from ppd_runtime.sampling import Draws, Sampler
+from ppd_runtime.sampling.highest import NO_TOKEN
+from ppd_runtime.sampling.sampler import Draws, Sampler
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from msgspec import Meta
 from torch import Tensor
 
-from ppd_runtime.sampling_params import MOST_STOP_CHARACTERS, MOST_STOPS
+from ppd_runtime.sampling.params import MOST_STOP_CHARACTERS, MOST_STOPS
 
 _RANK = Meta(ge=-1, le=2**20)
 _TOKEN_ID = Meta(ge=0, le=2**31 - 1)

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ppd_runtime.layouts import DECIDER
-from ppd_runtime.logprobs import TokenLogprobs, unpacked
 from ppd_runtime.pipeline.fields import (
     Bytes,
     Candidates,
@@ -27,7 +25,9 @@ from ppd_runtime.pipeline.fields import (
     Winners,
 )
 from ppd_runtime.results import PathStats
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.logprobs import TokenLogprobs, unpacked
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import DECIDER
 
 MISS = 0
 """`Token.winner` if no candidate was right in time."""

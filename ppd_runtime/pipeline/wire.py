@@ -60,7 +60,7 @@ from ppd_runtime.pipeline.messages import (
     Unreadable,
 )
 from ppd_runtime.pipeline.tensors import Frame, Outgoing, arriving, on_the_host, outgoing
-from ppd_runtime.sampling_params import BY_CHANCE
+from ppd_runtime.sampling.params import BY_CHANCE
 
 logger = logging.getLogger(__name__)
 WIRE_VERSION = 19

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
-from ppd_runtime.logprobs import TokenLogprobs
 from ppd_runtime.results import GenerationResult, News, TokenEvent
+from ppd_runtime.sampling.logprobs import TokenLogprobs
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import TokenTexts

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, field_validator, model_validator
 
 from ppd_runtime.results import Live
-from ppd_runtime.sampling_params import BY_CHANCE, MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.sampling.params import BY_CHANCE, MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
+from ppd_runtime.sampling.token_lists import biases
 from ppd_runtime.server.body import Body
 from ppd_runtime.server.conversations import Messages, Templated
 from ppd_runtime.server.errors import shown
 from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING, Hints
-from ppd_runtime.token_lists import biases
 
 _LARGEST_SEED = 2**64 - 1
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppd_runtime.checks import check_bool, check_choice, check_int, check_range
+from ppd_runtime.settings.checks import check_bool, check_choice, check_int, check_range
 
 KEY_VARIABLE = "PPD_API_KEY"
 LOG_FORMATS = ("lines", "json")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.results import News
 from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.settings.layouts import StagedLayout
 from ppd_runtime.tracing.spans import Kind, Span
 
 _WHAT = {Kind.LAYERS: "layers", Kind.HEAD: "head", Kind.CHOOSE: "choice"}

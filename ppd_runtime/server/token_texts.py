@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.sampling.logprobs import TokenLogprobs
 from ppd_runtime.text import Pieces
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppd_runtime.files.images import new_figure, save_figure
-from ppd_runtime.layouts import StagedLayout
+from ppd_runtime.settings.layouts import StagedLayout
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 from ppd_runtime.tracing.trace import Hop, Trace
 

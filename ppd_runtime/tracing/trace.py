@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.atomic import atomic_file
-from ppd_runtime.layouts import Layout, PaperLayout
+from ppd_runtime.settings.layouts import Layout, PaperLayout
 from ppd_runtime.tracing.spans import Kind, ProcessSpans, Span
 
 Event = dict[str, Any]

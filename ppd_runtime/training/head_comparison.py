@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.tune.match_rates import LOGITS, SHARED_NOISE, places_among_best
 
 GREEDY = "greedy"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.checks import check_number, check_share, check_whole
 from ppd_runtime.models.stage.slicing import FinalHead, layer_range
+from ppd_runtime.settings.checks import check_number, check_share, check_whole
 from ppd_runtime.training.layerskip_schedules import (
     CONSTANT,
     EXIT_CURRICULA,

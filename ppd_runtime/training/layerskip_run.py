@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
-from ppd_runtime.checks import check_depth
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers, new_model, no_progress_bar
+from ppd_runtime.settings.checks import check_depth
 from ppd_runtime.training.exit_scores import ExitScore, exit_scores
 from ppd_runtime.training.layerskip import LayerSkipRecipe, LayerSkipTraining
 from ppd_runtime.training.run import TrainingRun, check_out

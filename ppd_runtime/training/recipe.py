@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.checks import check_number, check_share, check_whole
+from ppd_runtime.settings.checks import check_number, check_share, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.layouts import CLIENT
+from ppd_runtime.settings.layouts import CLIENT
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.checks import check_whole
-from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import check_whole
+from ppd_runtime.settings.config import ALL_FORMATS
 from ppd_runtime.tune.compare import Comparison, compare
 from ppd_runtime.tune.figures import WINDOWS, Figures, Spread, figures
 from ppd_runtime.tune.machine_load import busy_note

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.results import Stats
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.machine_load import LoadMeter
 
 _LEAST_TEXTS = 3

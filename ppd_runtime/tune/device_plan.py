@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-from ppd_runtime.config import ALL_FORMATS
 from ppd_runtime.cost_model.devices import Parts, Predicted, rank
 from ppd_runtime.cost_model.match_rates import MatchRates, parse_list, read_match_rates, select
+from ppd_runtime.settings.config import ALL_FORMATS
 from ppd_runtime.tune.verdict import Candidate, Plan, Verdict, verdict
 
 _HEADS = ("", "devices", "ms/token", "speed-up", "allowed", "compute")

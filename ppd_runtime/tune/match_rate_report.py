@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppd_runtime.config import FLOATS, SHARED
+from ppd_runtime.settings.config import FLOATS, SHARED
 from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces
 from ppd_runtime.tune.subject import fitting_prompts
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ppd_runtime.checks import check_cuts, check_depth, check_whole
-from ppd_runtime.config import SHARED
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.checks import check_cuts, check_depth, check_whole
+from ppd_runtime.settings.config import SHARED
 
 LOGITS = "logits"
 """Candidates are an exit's likeliest tokens, as in the paper; with greedy decoding the runtime's are the same."""

@@ -4,8 +4,7 @@ import platform
 from importlib.metadata import version
 
 from ppd_runtime import __version__
-from ppd_runtime.host import available_cores
-from ppd_runtime.processor import processor
+from ppd_runtime.host import available_cores, processor
 
 _RECORDED = ("torch", "transformers", "ray", "pyzmq")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.config import ALL_FORMATS, SHARED
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.settings.config import ALL_FORMATS, SHARED
 from ppd_runtime.tune.layouts import HEADS, LayoutFigures, fitting, layout_rows, measured, opened
 from ppd_runtime.tune.machine_load import busy_note
 from ppd_runtime.tune.measured_on import machine

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.checks import check_whole
+from ppd_runtime.settings.checks import check_whole
 
 SHIPPED = "demo"
 """Names the prompts that come with the package, half of them code and half prose."""

@@ -9,8 +9,8 @@ from typing import Any
 from ppd_runtime.methods.choices import METHODS
 from ppd_runtime.methods.registry import SELF_SPECULATIVE, method_settings, open_method
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.fields import UnknownSettingError
 from ppd_runtime.tune.transformers_methods import TRANSFORMERS_METHODS, generate_arguments
 
 BASELINE = "autoregressive"

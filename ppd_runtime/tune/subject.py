@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.prompt_files import read_prompts
 
 

@@ -17,7 +17,7 @@ from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import Stats
 from ppd_runtime.runtime import PPDRuntime
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.compare import Comparison, Drafting, Text, Way, compare
 from ppd_runtime.tune.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.tune.transformers_methods import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import transformers
 
+from ppd_runtime.host import processor
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.processor import processor
 
 _LONGEST, _MOST_HASHES = 1000, 64
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.checks import foreign_token
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -21,6 +19,8 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
+from ppd_runtime.settings.checks import foreign_token
+from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.workers.spec import WorkerSpec
 
 

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 import torch
 
-from ppd_runtime.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.compiling import compiled_elsewhere
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.settings.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
 from ppd_runtime.transport.sockets import open_endpoint

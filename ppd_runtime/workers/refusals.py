@@ -3,8 +3,8 @@
 import logging
 import time
 
-from ppd_runtime.layouts import CLIENT, StagedLayout
 from ppd_runtime.pipeline.messages import Begin, CatchUp, Message, PromptStates, Refused, Rows, Token, Unreadable
+from ppd_runtime.settings.layouts import CLIENT, StagedLayout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.spec import WorkerSpec

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 
-from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, TrainedHead
@@ -15,6 +14,7 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
+from ppd_runtime.settings.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.workers.session import Decider, Helper, Session
 from ppd_runtime.workers.spec import WorkerSpec
 

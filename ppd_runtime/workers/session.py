@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import NOT_ASKED, Begin, Entries, Finished, HeadStart, Message, Rows, Token, Tokens
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -14,6 +13,7 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.results import PathStats
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind

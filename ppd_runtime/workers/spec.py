@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from ppd_runtime.config import ALWAYS, AUTO, NEVER, SHARED
-from ppd_runtime.layouts import Layout, PaperLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, QuickestGuessing, SpeculationPolicy
+from ppd_runtime.settings.config import ALWAYS, AUTO, NEVER, SHARED
+from ppd_runtime.settings.layouts import Layout, PaperLayout
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -34,7 +33,8 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.ports import Call, Computation, Machine, Work, give_result
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling import Sampler, TimedSampler
+from ppd_runtime.sampling.sampler import Sampler, TimedSampler
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.transport import Endpoint

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from ppd_runtime.cli.main import app
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.rows import check_rows, parse_rows
 
 ROWS = (

@@ -21,7 +21,7 @@ from ppd_runtime.cli.train.adapter import adapter
 from ppd_runtime.cli.train.layerskip import layerskip
 from ppd_runtime.cli.train.probe import probe
 from ppd_runtime.cli.words import in_its_words
-from ppd_runtime.settings import UnknownSettingError
+from ppd_runtime.settings.fields import UnknownSettingError
 from ppd_runtime.training.adapter import AdapterRecipe
 from ppd_runtime.training.layerskip import LayerSkipRecipe
 from ppd_runtime.training.probe import ProbeRecipe

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from ppd_runtime.cli.demo import _layouts, _print_all, demo
-from ppd_runtime.config import RuntimeConfig
+from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.tune.layouts import Layout, LayoutFigures
 
 FASTER = LayoutFigures(

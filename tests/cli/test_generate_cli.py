@@ -17,9 +17,9 @@ from ppd_runtime.cli.drafting import DRAFTING, Acceptance
 from ppd_runtime.cli.generate import generate as command
 from ppd_runtime.cli.main import app
 from ppd_runtime.cli.options import PARAMETERS
-from ppd_runtime.config import RUNTIME_SETTINGS, RuntimeConfig
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import summary
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import RUNTIME_SETTINGS, RuntimeConfig
+from ppd_runtime.settings.fields import summary
 
 
 def generate(*arguments: object) -> Result:

@@ -11,10 +11,10 @@ from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.client.exchange import MessageExchange
 from ppd_runtime.client.request import RequestClient
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.pipeline.messages import Begin, Cancel, Finished, Message, Token
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.checks import even_cuts, stage_layers
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.cost_model.theory import Times
+from ppd_runtime.settings.checks import even_cuts, stage_layers
 
 rates = st.floats(0, 1)
 

@@ -13,7 +13,6 @@ from pipeline_runs import Bench, Decoded
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
-from ppd_runtime.checks import even_cuts
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.steps import Step, Totals, in_parts
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
@@ -21,7 +20,8 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.results import PathStats
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import even_cuts
 
 NEW_TOKENS = 14
 LENGTHS = (1, 5, 17, BORDER - 6, BORDER + 1, MOST_POSITIONS - NEW_TOKENS)

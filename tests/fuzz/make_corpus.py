@@ -40,7 +40,7 @@ from ppd_runtime.pipeline.messages import (
 )
 from ppd_runtime.pipeline.wire import KIND_NAMES, WireError, decode, encode, split
 from ppd_runtime.results import PathStats
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 
 REFUSED = "refused"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Begin, Message, Token
 from ppd_runtime.pipeline.wire import WireError, decode, encode
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
 
 

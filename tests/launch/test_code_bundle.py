@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch import startup
-from ppd_runtime.layouts import DECIDER, PaperLayout
 from ppd_runtime.models import compiling
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
@@ -18,6 +16,8 @@ from ppd_runtime.models.compiled import code_bundle
 from ppd_runtime.models.compiled.code_bundle import pack_code, unpack_code
 from ppd_runtime.models.compiling import compile_bundle, compiled_elsewhere
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.layouts import DECIDER, PaperLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
 CPU = torch.device("cpu")

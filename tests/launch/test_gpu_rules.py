@@ -23,7 +23,6 @@ from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, toolkit
@@ -31,8 +30,9 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import ExitState
 from ppd_runtime.pipeline.wire import encode
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.tune.ways import core_beside
 
 PACKAGE = Path(ppd_runtime.__file__).parent

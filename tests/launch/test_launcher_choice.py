@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.host import available_cores
 from ppd_runtime.launch.choice import address_to_join, check_ray_address, choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare, assign_cores
 from ppd_runtime.launch.ray.room import Bundle, RayNode, cpus_beside_others
+from ppd_runtime.settings.config import RuntimeConfig
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_a_connection_to_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_is_not_imported_to_find_out() -> None:
-    code = "import sys; from ppd_runtime.launch.choice import *; from ppd_runtime.config import *; "
+    code = "import sys; from ppd_runtime.launch.choice import *; from ppd_runtime.settings.config import *; "
     code += "print(choose_launcher(RuntimeConfig(), {}), 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "processes False\n"
 

@@ -9,15 +9,15 @@ from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.checks import even_cuts
 from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
-from ppd_runtime.layouts import StagedLayout
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.staged.chances import Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import even_cuts
+from ppd_runtime.settings.layouts import StagedLayout
 
 
 def test_stages_with_heads_alike_are_even():

@@ -4,7 +4,7 @@ import pytest
 
 import ppd_runtime.launch.supervisor
 from ppd_runtime.launch.supervisor import Supervisor
-from ppd_runtime.layouts import DECIDER, PaperLayout
+from ppd_runtime.settings.layouts import DECIDER, PaperLayout
 from ppd_runtime.workers.bits import NO_BITS, Bits
 
 

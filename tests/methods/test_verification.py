@@ -14,8 +14,8 @@ from torch import Tensor
 from ppd_runtime.methods.choices import ACCEPTANCE_RULES
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.verification import AcceptanceRule, acceptance_rule
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 
 VOCABULARY, PROMPT, LENGTH, DRAWS = 7, (3,), 2, 1000
 LONELY = 1e-4

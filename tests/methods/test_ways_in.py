@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig, decode, open_method
-from ppd_runtime.config import IN_PROCESS_SETTINGS
 from ppd_runtime.methods import in_process
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.prompts import token_ids_of
 from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS
 
 ModelFolder = Callable[..., Path]
 PROMPT = [40, 7, 291, 65, 133, 9, 12, 250]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from model_check.essence import Essence
 from model_check.invariants import check_process
 from model_check.processes import Process, Scenario, start_client, start_worker, without_counts
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Message
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 NOTHING = -2
 """Taken in the place of a message: the wait is over without one."""

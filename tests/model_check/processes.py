@@ -20,13 +20,13 @@ from model_check.toy import VOCAB, MainStage, PatternHead, ToyModel, ToyStage
 from model_check.toy_rows import BoundaryPattern, ToyRows
 from ppd_runtime.client import exchange
 from ppd_runtime.client import request as calls
-from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Begin, Message, Report, Token, Tokens
 from ppd_runtime.pipeline.paper import main_process, run_ahead, sub_process
 from ppd_runtime.pipeline.staged import arrivals, follower
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.workers import roles, session, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker

@@ -7,8 +7,8 @@ from random import Random
 
 from model_check.automaton import NOTHING, Violation
 from model_check.system import Move, State, System
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import MISS, Token
+from ppd_runtime.settings.layouts import DECIDER
 
 _MOST_MOVES = 5_000  # of a path; attempts are numbered, so that stages do nothing twice
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from model_check.automaton import NOTHING, Automaton, Messages, Node, Violation, name_of
 from model_check.processes import Scenario
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Peers
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 DEAD = -1
 LINK_FAULTS = ("lose", "double", "swap", "delay")

@@ -14,7 +14,6 @@ from models_for_tests import FAMILIES, build_tokenizer
 
 from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.bit_handshake import BitHandshake
-from ppd_runtime.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes
@@ -23,6 +22,7 @@ from ppd_runtime.models.native.products import in_tiles
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
+from ppd_runtime.settings.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.workers.bits import Bits, bits_of
 from ppd_runtime.workers.process import read_answer
 from ppd_runtime.workers.worker import Worker

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
 
-from ppd_runtime.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
@@ -20,6 +19,7 @@ from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import Shutdown
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers import roles, worker
 from ppd_runtime.workers.spec import WorkerSpec

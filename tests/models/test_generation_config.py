@@ -18,7 +18,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.main import app
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.generation import generation_defaults
-from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
+from ppd_runtime.sampling.params import FROM_THE_MODEL, SamplingParams
 
 ModelFolder = Callable[..., Path]
 PROMPT, NEW = "def read_lines(path):\n", 24

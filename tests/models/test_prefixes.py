@@ -10,12 +10,12 @@ from grids import nightly
 from models_for_tests import FAMILIES
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
-from ppd_runtime.config import RuntimeConfig
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import prompt_chunks
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.runtime import PPDRuntime as Runtime
+from ppd_runtime.settings.config import RuntimeConfig
 
 CHUNK = 8
 TEXT = [7 * i % 290 + 1 for i in range(40)]

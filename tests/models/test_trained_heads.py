@@ -20,8 +20,8 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.workers.worker import Worker
 
 ModelFolder = Callable[..., Path]

@@ -11,7 +11,6 @@ from node_trees import chain_behind
 from pipeline_runs import PROMPTS, Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.layer_range import LayerRange
@@ -22,8 +21,9 @@ from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.pipeline.messages import MISS, Guesses, PromptStates, Rows, Token
 from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import DECIDER
 
 SAMPLED = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1, "seed": 4}
 

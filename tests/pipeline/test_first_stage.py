@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from pipeline_runs import Bench, begin_message
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import MISS, Message, Rows, Token
 from ppd_runtime.pipeline.ports import next_wait
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import DECIDER
 
 PROMPT = [1, 2, 3]
 ROWS = 4

@@ -8,7 +8,6 @@ import torch
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, Bench, begin_message
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage import tree_range
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead
@@ -17,8 +16,9 @@ from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.ports import RowsPass
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import DECIDER
 
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
 

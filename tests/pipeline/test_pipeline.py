@@ -14,13 +14,13 @@ from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message, rehear
 from seeds import SEED
 from virtual_clock import Clock, VirtualExitHead, VirtualSampler, VirtualStage
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Candidate, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.ports import next_wait
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
 PENALISED = SamplingParams(max_new_tokens=14, repetition_penalty=1.3, ignore_eos=True)

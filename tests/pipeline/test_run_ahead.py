@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, Decoded, begin_message, rehearsed, same
 from seeds import SEED
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.pipeline.messages import MISS, Candidate, End, Entries, ExitState, HeadStart, Token
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.ports import next_wait
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import DECIDER
 
 DEPTH, EXIT = 6, 3
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_runs import PROMPTS, Bench, rehearsed
 
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.pipeline.messages import CatchUp, ExitState, Token
 from ppd_runtime.pipeline.speculation_policy import Growth, Guessing, QuickestGuessing
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT
 
 DEPTH, EXIT = 6, 3
 NOTHING, REPETITIONS, EXITS = Guessing

@@ -25,8 +25,8 @@ from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.results import NOTHING_NEW, News
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.tracing.spans import Kind
 from ppd_runtime.tracing.timeline import Timeline
 

@@ -8,7 +8,7 @@ from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
 from ppd_runtime.pipeline.messages import Begin, Guesses, Missing, PromptStates, Rows, Token
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 
 LAYOUTS = [((2,), 1, 1), ((1, 3), 3, 4)]
 FAULTY = SamplingParams(max_new_tokens=10, temperature=0.8, seed=5, ignore_eos=True)

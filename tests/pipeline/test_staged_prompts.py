@@ -6,10 +6,10 @@ import pytest
 from pipeline_runs import PROMPTS, Bench
 from staged_runs import StagedRun
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.pipeline.messages import Begin, Cancel, Peers, PromptStates
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 CHUNK = 4
 CUTS = (1, 3)

@@ -14,11 +14,11 @@ from grids import nightly
 from worker_processes import worker_processes
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, TensorAnnouncement
 from ppd_runtime.pipeline.wire import split
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport.collective import links
 from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network

@@ -14,9 +14,9 @@ import pytest
 import torch
 from collective_places import DEADLINE, Places, same, tensors
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, Message, TensorAnnouncement
 from ppd_runtime.pipeline.wire import split
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport.collective import groups, links
 from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
 from ppd_runtime.transport.collective.groups import CollectiveBackend

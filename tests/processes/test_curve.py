@@ -13,9 +13,9 @@ import torch
 import zmq
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries
 from ppd_runtime.pipeline.wire import encode
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import make_networks, open_endpoint

@@ -19,12 +19,12 @@ from benchmarks.emulated import woken_at_once
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch.processes import ProcessHandle
-from ppd_runtime.layouts import PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.settings.layouts import PaperLayout, StagedLayout
 from ppd_runtime.transport.network import Network
 from ppd_runtime.workers.process import read_spec, start_order
 from ppd_runtime.workers.spec import WorkerSpec

@@ -15,9 +15,9 @@ import pytest
 import torch
 import zmq
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, HeadStart, Token, Unreadable
 from ppd_runtime.pipeline.wire import encode
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.transport.network import Network

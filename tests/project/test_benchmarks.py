@@ -20,9 +20,9 @@ from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.floor import reading_s
 from benchmarks.models import model_folder, random_config
 from benchmarks.recording import environment, markdown_table, mean_ledger_ms, run, slug, spread, write_whole
-from ppd_runtime.layouts import CLIENT
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.pipeline.messages import End
+from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.training.texts import read_texts, token_rows

@@ -13,7 +13,7 @@ from tokenizer_kinds import FIRST_BYTE, FIRST_WORD, KINDS, has_bytes, whole_word
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.text import StopRule, TextStream
 
 HALF = "\ufffd"

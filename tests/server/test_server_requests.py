@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.server.errors import invalid, shown
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ppd_runtime.logprobs import TokenLogprobs
+from ppd_runtime.sampling.logprobs import TokenLogprobs
 from ppd_runtime.server.token_texts import TokenTexts, text_of
 from ppd_runtime.text import TextStream
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.training.exit_head import CROSS_ENTROPY, DISTIL, LOSSES, HeadRecipe, HeadTraining, recipe_for
 from ppd_runtime.training.exit_head_run import ExitHeadRun
 from ppd_runtime.training.head_comparison import WAYS, compare_heads

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport.network import Keys, Network, check_interface, read_network, socket_path
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers.process import start_order

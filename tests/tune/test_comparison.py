@@ -13,7 +13,7 @@ import pytest
 from ppd_runtime.methods.registry import METHODS
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.results import Stats
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.bench import BenchReport, read_groups
 from ppd_runtime.tune.compare import CannotDecodeError, Drafting, Pair, Text, Way, compare
 from ppd_runtime.tune.figures import allowed_speedup, figures, spread

@@ -13,14 +13,14 @@ from heads_for_tests import make_head
 from models_for_tests import VOCAB_SIZE, load_stage
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.config import FORMATS
 from ppd_runtime.cost_model.match_rates import read_match_rates
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
 from ppd_runtime.models.trained.heads import KINDS, load_head
-from ppd_runtime.sampling import Sampler
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import FORMATS
 from ppd_runtime.tune import match_rates
 from ppd_runtime.tune.match_rate_report import MatchRateReport, measured_report, position_ranges, summarise
 from ppd_runtime.tune.match_rates import LOGITS, SHARED_NOISE, MatchRateMeter, MatchRateSetting, trained_head_meter

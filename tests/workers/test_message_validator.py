@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppd_runtime.layouts import CLIENT, DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -25,7 +24,8 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Token,
 )
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker

@@ -20,7 +20,6 @@ import ppd_runtime.pipeline.staged.last_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RequestError, SamplingParams, open_method
 from ppd_runtime.cli.main import app
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.layouts import CLIENT, StagedLayout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     Begin,
@@ -33,6 +32,7 @@ from ppd_runtime.pipeline.messages import (
     Rows,
     Unreadable,
 )
+from ppd_runtime.settings.layouts import CLIENT, StagedLayout
 from ppd_runtime.transport.local import LocalEndpoint, LocalNetwork
 from ppd_runtime.workers import worker
 from ppd_runtime.workers.spec import WorkerSpec

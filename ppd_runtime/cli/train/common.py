@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ppd_runtime.checks import check_int
 from ppd_runtime.host import available_cores
+from ppd_runtime.settings.checks import check_int
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from ppd_runtime.launch.base import RequestCounts
-from ppd_runtime.layouts import DECIDER, Layout
+from ppd_runtime.settings.layouts import DECIDER, Layout
 
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300]
 _WORKER = ("worker",)

@@ -9,8 +9,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ppd_runtime.checks import check_choice
-from ppd_runtime.config import ALL_FORMATS, FLOATS
 from ppd_runtime.models.checkpoint.architecture import architecture_of, depth_of_all_kinds
 from ppd_runtime.models.checkpoint.config import (
     AGAIN,
@@ -28,6 +26,8 @@ from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
+from ppd_runtime.settings.checks import check_choice
+from ppd_runtime.settings.config import ALL_FORMATS, FLOATS
 
 logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppd_runtime.models.checkpoint.config import GENERATION, read_json
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.sampling_params import FROM_THE_MODEL, SamplingParams
+from ppd_runtime.sampling.params import FROM_THE_MODEL, SamplingParams
 
 logger = logging.getLogger(__name__)
 

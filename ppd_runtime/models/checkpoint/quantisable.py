@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.config import GGUF
 from ppd_runtime.models.native.formats import GROUP
 from ppd_runtime.models.native.library import is_available
+from ppd_runtime.settings.config import GGUF
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppd_runtime.config import ALL_FORMATS, FLOATS, GGUF
 from ppd_runtime.models.checkpoint.config import QUANTISED_CARD, read_json
 from ppd_runtime.models.native.packing import LAYOUT
+from ppd_runtime.settings.config import ALL_FORMATS, FLOATS, GGUF
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ppd_runtime.checks import check_number
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.settings.checks import check_number
 
 _SPIN_S = 0.00005  # a sleeper wakes late: busy-wait the rest, which leaves others nearly all of the core
 _PR_SET_TIMERSLACK = 29

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadNetwork
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppd_runtime.config import FLOATS
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints, model_fingerprint
 from ppd_runtime.models.stage.slicing import LayerSet
+from ppd_runtime.settings.config import FLOATS
 
 _FORMAT = 1
 _KINDS = ("attention", "mlp")

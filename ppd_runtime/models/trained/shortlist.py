@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ppd_runtime.checks import check_number
+from ppd_runtime.settings.checks import check_number
 
 _MAKE = "give a JSON object of token ids and how often each occurs"
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, DECIDER
-from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import (
     MISS,
@@ -32,7 +30,9 @@ from ppd_runtime.pipeline.messages import (
 from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, pop_consecutive
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
 _QUIET = 2  # tokens without a used early start before sub-processes are told nothing

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.messages import (
@@ -26,6 +25,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, pop_consecutive
+from ppd_runtime.settings.layouts import DECIDER
 
 _MOST_OWED = 8  # entries sent at a time, unless the main process needs them sooner
 _ASK_AGAIN = 8  # tokens between reports of what it lacks

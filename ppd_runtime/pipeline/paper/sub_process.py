@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.exit_heads import ExitHead
 from ppd_runtime.pipeline.messages import (
@@ -27,6 +26,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.ports import Call, Machine, Send, WaitFor, pop_consecutive
+from ppd_runtime.settings.layouts import DECIDER
 
 _ASK_AGAIN = 8  # tokens later, since the answer may be lost
 

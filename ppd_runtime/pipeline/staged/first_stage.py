@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, DECIDER
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, PromptStates, Report
@@ -18,6 +17,7 @@ from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors, of_mess
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, number_of
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a row
 _TICK = 1  # layers' time by which later stages may lag this one

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import DECIDER
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.messages import (
@@ -28,6 +27,7 @@ from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Naming
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
+from ppd_runtime.settings.layouts import DECIDER
 
 _ASK_AGAIN = 8  # tokens or messages later, since the answer may be lost
 _MOST_EARLY = 64  # messages of an attempt whose beginning has not come

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppd_runtime.layouts import CLIENT, DECIDER
-from ppd_runtime.logprobs import TokenLogprobs, packed
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import (
     MISS,
@@ -32,7 +30,9 @@ from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling import Sampler
+from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
 _FIRST = 1

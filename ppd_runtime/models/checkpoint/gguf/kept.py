@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ppd_runtime.config import GGUF
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
 from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
@@ -26,6 +25,7 @@ from ppd_runtime.models.checkpoint.weight_cache import version_of
 from ppd_runtime.models.checkpoint.weights_card import WeightsCard
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.packing import LAYOUT
+from ppd_runtime.settings.config import GGUF
 
 logger = logging.getLogger(__name__)
 _FOLDER, _ABOUT = "gguf", "made_of.json"

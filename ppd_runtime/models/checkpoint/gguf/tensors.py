@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppd_runtime.config import FLOATS
-from ppd_runtime.config import GGUF as MIXED
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.gguf.blocks import QUANTISED_TYPES, numbers_of
 from ppd_runtime.models.checkpoint.gguf.metadata import OTHER_MODEL
@@ -25,6 +23,8 @@ from ppd_runtime.models.checkpoint.weight_cache import bytes_of, header_of
 from ppd_runtime.models.native.formats import NUMBER_FORMATS, NumberFormat
 from ppd_runtime.models.native.packing import begin_and_end, packed_bytes, packed_rows
 from ppd_runtime.models.native.products import TILE
+from ppd_runtime.settings.config import FLOATS
+from ppd_runtime.settings.config import GGUF as MIXED
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FILE = "quantise it again to one of them, or give another file of the model"

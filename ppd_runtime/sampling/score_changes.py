@@ -29,7 +29,7 @@ from transformers.generation.logits_process import (
 )
 
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling_params import LogitsProcessor, SamplingParams
+from ppd_runtime.sampling.params import LogitsProcessor, SamplingParams
 
 
 def score_changes(params: SamplingParams, prompt_size: int, eos_token_ids: Iterable[int] = ()) -> list[LogitsProcessor]:

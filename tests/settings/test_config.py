@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppd_runtime.config import RuntimeConfig, in_process_config, runtime_config
-from ppd_runtime.sampling_params import SamplingParams, sampling_from
-from ppd_runtime.settings import UnknownSettingError, documentation
+from ppd_runtime.sampling.params import SamplingParams, sampling_from
+from ppd_runtime.settings.config import RuntimeConfig, in_process_config, runtime_config
+from ppd_runtime.settings.fields import UnknownSettingError, documentation
 
 
 def check_refusal(error: pytest.ExceptionInfo[ValueError], name: str, value: object) -> None:

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, SamplingParams, open_method
-from ppd_runtime.logprobs import LEAST, TokenLogprobs, packed, token_logprobs, unpacked
 from ppd_runtime.results import GenerationResult
+from ppd_runtime.sampling.logprobs import LEAST, TokenLogprobs, packed, token_logprobs, unpacked
 
 PROMPT = [5, 9, 200, 31, 7] * 60  # more than a chunk
 SETTINGS = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": True}

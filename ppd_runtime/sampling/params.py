@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ppd_runtime.checks import check_bool, check_int, check_range, is_text
-from ppd_runtime.settings import check_known
-from ppd_runtime.token_lists import MOST_TOKEN_ID, TokenIds, biases, sequence_biases, sequences, token_ids
+from ppd_runtime.sampling.token_lists import MOST_TOKEN_ID, TokenIds, biases, sequence_biases, sequences, token_ids
+from ppd_runtime.settings.checks import check_bool, check_int, check_range, is_text
+from ppd_runtime.settings.fields import check_known
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ppd_runtime.checks import check_bool, check_choice, check_int, check_number, check_range, check_share, check_whole
+from ppd_runtime.settings.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_range,
+    check_share,
+    check_whole,
+)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ppd_runtime.highest import NO_TOKEN, best, best_of_each, choice, choices, first_highest
-from ppd_runtime.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.score_changes import score_changes
+from ppd_runtime.sampling.highest import NO_TOKEN, best, best_of_each, choice, choices, first_highest
+from ppd_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.score_changes import score_changes
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ppd_runtime.checks import can_run_ahead
+from ppd_runtime.settings.checks import can_run_ahead
 
 DECIDER = 0
 """Rank of the process that decides: the main process, or the last stage."""

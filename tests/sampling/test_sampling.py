@@ -17,12 +17,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ppd_runtime.highest import NO_TOKEN
 from ppd_runtime.methods.verification import SharedNoise, acceptance_rule
 from ppd_runtime.pipeline.staged.chances import GuessRecord, in_millionths
 from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling import Sampler, gumbel_noise
-from ppd_runtime.sampling_params import SamplingParams
+from ppd_runtime.sampling.highest import NO_TOKEN
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler, gumbel_noise
 
 VOCAB = 12
 DRAWS = 3000

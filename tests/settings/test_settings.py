@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 
-from ppd_runtime.config import RuntimeConfig
-from ppd_runtime.sampling_params import SamplingParams
-from ppd_runtime.settings import default_of, documentation, summary
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.fields import default_of, documentation, summary
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ppd_runtime.checks import check_int, check_range
+from ppd_runtime.settings.checks import check_int, check_range
 
 MOST_LISTED = 2**16
 """Token ids that a setting may name."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from ppd_runtime.checks import (
+from ppd_runtime.settings.checks import (
     check_bool,
     check_choice,
     check_depth,
@@ -16,7 +16,7 @@ from ppd_runtime.checks import (
     check_range,
     check_workers,
 )
-from ppd_runtime.settings import check_known
+from ppd_runtime.settings.fields import check_known
 
 
 class HeadLike(Protocol):

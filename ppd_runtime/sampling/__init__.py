@@ -1,0 +1,1 @@
+"""How a token is chosen: a request's settings, changes of scores, noise, and log-probabilities."""

@@ -1,0 +1,1 @@
+"""Settings of a runtime, their checks, and the two layouts."""
