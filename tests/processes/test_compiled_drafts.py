@@ -14,7 +14,7 @@ from grids import nightly, pairs_first
 from models_for_tests import END_ID, load_stage
 from transformers import PreTrainedModel
 
-from ppd_runtime import OrdinaryDecoding, RequestError, highest, open_method
+from ppd_runtime import OrdinaryDecoding, RequestError, open_method
 from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.kangaroo import Kangaroo
@@ -35,6 +35,7 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
+from ppd_runtime.sampling import highest
 from ppd_runtime.sampling.highest import NO_TOKEN
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler

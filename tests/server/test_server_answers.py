@@ -77,12 +77,12 @@ def test_a_streams_pieces_tell_the_usage_up_to_them_where_that_is_wanted(client)
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_streams_timeline_comes_where_it_is_wanted(client, chat) -> None:
-    extra = {"stream": True, "extra_body": {"ppd": {"timeline": True}, "ignore_eos": True}}
+    extra = {"extra_body": {"ppd": {"timeline": True}, "ignore_eos": True}}
     if chat:
         messages = [{"role": "user", "content": PROMPT}]
-        chunks = [*client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, **extra)]
+        chunks = [*client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, stream=True, **extra)]
     else:
-        chunks = [*complete(client, **extra)]
+        chunks = [*complete(client, stream=True, **extra)]
     told = [getattr(chunk.choices[0], "ppd", None) or {} for chunk in chunks]
     assert (told[0]["processes"], told[0]["stages"]) == (["one process"], None)
     passes = [one for ppd in told[1:] for one in ppd.get("passes", ())]
