@@ -119,7 +119,9 @@ class PathStats:
     """The asked tokens that were among the candidates, even if too late for an early start."""
     way_seconds: tuple[float, ...] = ()
     """Seconds a token of one request alone in this run, by way of guessing: none, the text's repetitions, and exit
-    heads too; 0 for a way not tried. Empty if guessing is fixed."""
+    heads too; last, of one process of a staged layout. 0 for a way not tried. Empty if guessing is fixed."""
+    one_process: bool = False
+    """Whether one process of a staged layout decoded, as the others had nothing to save."""
 
     def __post_init__(self) -> None:
         passes = self.main_layer_passes, self.main_recomputed_layer_passes
@@ -140,6 +142,7 @@ class PathStats:
             self.asked + later.asked,
             self.foreseen + later.foreseen,
             later.way_seconds,
+            self.one_process and later.one_process,
         )
 
 
@@ -192,7 +195,8 @@ class Stats(PathStats):
     @cached_property
     def measured_ratio(self) -> float | None:
         """Time a token over that of this run's tokens without guesses; None if no token went without."""
-        alone = self.way_seconds[0] if self.way_seconds else 0.0
+        without, *_, of_one_process = self.way_seconds or (0.0, 0.0)
+        alone = of_one_process or without
         return self.time_per_token_s / alone if alone and self.new_tokens > 1 else None
 
     @cached_property

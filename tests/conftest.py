@@ -11,7 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 # Of the code that calls the kernels, and computes nothing itself: so it is compiled in two thirds of the time.
 os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,12 @@ import torch
 import transformers
 from models_for_tests import build_tokenizer, save_model
 from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.launch import startup
+from ppd_runtime.launch.guessing_times import GuessingTimes
+from ppd_runtime.pipeline.speculation_policy import QuickestGuessing
+
+_MAY_HAVE_WHOLE_MODEL = startup.may_have_whole_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,6 +65,29 @@ def _test_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(CACHE))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stages_decode() -> Iterator[None]:
+    """Stages decode where a test has them, whatever the clock says; `one_process` is for tests of the other way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "may_have_whole_model", lambda spec: False)
+        yield
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
+    """Has later runtimes begin with given `SpeculationPolicy.way_seconds`, one process among the ways, and learn no
+    others.
+    """
+
+    def known(way_seconds: Sequence[float]) -> None:
+        monkeypatch.setattr(startup, "may_have_whole_model", _MAY_HAVE_WHOLE_MODEL)
+        monkeypatch.setattr(GuessingTimes, "known", lambda self: tuple(way_seconds))
+        for name in ("note", "note_in_one_process"):
+            monkeypatch.setattr(QuickestGuessing, name, lambda self, length: None)
+
+    return known
 
 
 @pytest.fixture(autouse=True)

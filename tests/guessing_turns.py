@@ -28,3 +28,6 @@ class TakesTurns:
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
         return ()
+
+    def one_process(self, length: float) -> None:
+        pass

@@ -170,7 +170,10 @@ class RequestClient(Iterator[Token]):
         self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:
-        """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once."""
+        """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once.
+
+        If one process decoded, the others know nothing of the request.
+        """
         deadline = time.monotonic() + _REPORT_DEADLINE_S
         while self._awaited() and (left := deadline - time.monotonic()) > 0:
             message = self._receive(min(_CHECK_EVERY_S, left))
@@ -184,6 +187,8 @@ class RequestClient(Iterator[Token]):
             self._supervisor.note_success(rank)
 
     def _awaited(self) -> list[int]:
+        if self.reports.finished and self.reports.finished.path.one_process:
+            return []
         heard = {DECIDER, *self.reports.of_workers}
         return [rank for rank in self._supervisor.expected() if rank not in heard]
 

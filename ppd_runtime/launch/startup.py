@@ -81,11 +81,19 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
     if config.one_host or launcher == "processes":
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(main.info, main.dtype, main.device, any(spec.code for spec in specs))
+        specs = [replace(spec, has_whole_model=may_have_whole_model(spec)) for spec in specs]
     if isinstance(layout, StagedLayout):
         specs = with_layout(specs, layout, config, progress)
     if gpus_are_known and cuts_matter:
         check_gpus(specs, config)
     return specs
+
+
+def may_have_whole_model(spec: WorkerSpec) -> bool:
+    """Whether a worker can load all layers beside its own in no further memory: weights of a host's CPU workers are
+    shared.
+    """
+    return spec.rank == DECIDER and spec.device == "cpu" and isinstance(spec.layout, StagedLayout)
 
 
 def _sees_device(spec: WorkerSpec) -> bool:

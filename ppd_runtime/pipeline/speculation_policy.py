@@ -19,6 +19,8 @@ _KEPT = 0.9  # decay of earlier blocks in the fit of growth with the text
 _LEAST_SPREAD = 0.05  # least length spread for that fit, in heavy lengths
 _MOST_WRONG = 4.0  # largest factor a given heavy length is off by
 _MOST_TOGETHER = 4  # requests at once that are told apart
+_PROMISING = 0.75  # share of a token's time without guesses that guesses have to beat, else one process is tried
+_ONE_PROCESS = 3  # its place among the seconds of ways, after those of `Guessing`
 
 
 class Guessing(IntEnum):
@@ -52,9 +54,15 @@ class SpeculationPolicy(Protocol):
         """From now on this many requests run."""
         ...
 
+    def one_process(self, length: float) -> "SpeculationPolicy | None":
+        """Asked when a request of about `length` tokens begins and the deciding process has all layers: the policy with
+        which it decodes alone; None if the layout decodes.
+        """
+        ...
+
     def way_seconds(self, length: float) -> tuple[float, ...]:
-        """Seconds a token of one request alone, after `length` tokens, by `Guessing`; 0 for a way not tried; empty if
-        none is timed."""
+        """Seconds a token of one request alone, after `length` tokens, by `Guessing`, and last those of one process; 0
+        for a way not tried; empty if none is timed."""
         ...
 
 
@@ -72,6 +80,9 @@ class Always:
 
     def together(self, requests: int) -> None:
         """Nothing is timed."""
+
+    def one_process(self, length: float) -> SpeculationPolicy | None:
+        """The layout decodes."""
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
         """No times: nothing is timed."""
@@ -192,6 +203,9 @@ class QuickestGuessing:
     covers the expected cost. The best way may depend on the number of requests at once, so each number has a
     comparison.
 
+    A request that begins alone may be decoded by one process, if that takes less than the layout's best way. This is
+    tried once guesses were found to gain little; later the slower choice is tried again by the same rule as a way.
+
     Args:
         ways: all of them, ascending, `Guessing.NOTHING` first.
         known: `way_seconds` of an earlier run, after no tokens.
@@ -212,6 +226,9 @@ class QuickestGuessing:
         self._comparisons = {1: self._alone}
         self._now = self._alone
         self._before: float | None = None
+        one_process = {Guessing.NOTHING: known[_ONE_PROCESS]} if any(known[_ONE_PROCESS:]) else {}
+        self._one_process = _Comparison(self._ways[:1], Growth(heavy_length), one_process)
+        self._saved_tokens = 0.0
 
     @property
     def guessing(self) -> Guessing:
@@ -220,8 +237,9 @@ class QuickestGuessing:
 
     def way_seconds(self, length: float) -> tuple[float, ...]:
         """Implements `SpeculationPolicy.way_seconds`."""
-        seconds = self._alone.seconds(length)
-        return tuple(seconds.get(way, 0.0) for way in Guessing)
+        seconds, one_process = self._alone.seconds(length), self._one_process.seconds(length)
+        times = *(seconds.get(way, 0.0) for way in Guessing), one_process.get(Guessing.NOTHING, 0.0)
+        return times if any(times) else ()
 
     def begin(self) -> None:
         """Implements `SpeculationPolicy.begin`."""
@@ -243,3 +261,46 @@ class QuickestGuessing:
             self._now = self._comparisons[number]
             self._now.restart()
         self._before = None
+
+    def one_process(self, length: float) -> SpeculationPolicy | None:
+        """Implements `SpeculationPolicy.one_process`."""
+        if self._now is not self._alone or not self._chooses_one_process(length):
+            return None
+        self._one_process.restart()
+        return _OneProcess(self)
+
+    def note_in_one_process(self, length: int) -> None:
+        """`note` for a request that one process decodes; its tokens are not timed while others run."""
+        now = self._clock()
+        if self._before is not None and self._now is self._alone:
+            self._one_process.add(now - self._before, length)
+        self._before = now
+
+    def _chooses_one_process(self, length: float) -> bool:
+        of_layout, of_one = self._alone.seconds(length), self._one_process.seconds(length).get(Guessing.NOTHING)
+        if of_one is None:
+            all_tried = all(way in of_layout for way in self._ways)
+            return all_tried and min(of_layout.values()) > _PROMISING * of_layout[Guessing.NOTHING]
+        if not of_layout:
+            return False
+        best = min(of_layout.values())
+        loss = min(max(abs(best - of_one) / min(best, of_one), _LEAST_LOSS), _MOST_LOSS)
+        self._saved_tokens += _SHARE * length
+        tries_again = self._saved_tokens >= loss * length
+        if tries_again:
+            self._saved_tokens = 0.0
+        return (of_one < best) != tries_again
+
+
+class _OneProcess:
+    """The policy of a request that one process decodes: nothing is guessed, and its tokens' times are compared."""
+
+    guessing = Guessing.NOTHING
+
+    def __init__(self, policy: QuickestGuessing) -> None:
+        self._policy = policy
+        self.begin, self.note = policy.begin, policy.note_in_one_process
+        self.together, self.way_seconds = policy.together, policy.way_seconds
+
+    def one_process(self, length: float) -> SpeculationPolicy | None:
+        """It decodes already."""

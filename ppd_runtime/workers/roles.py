@@ -2,9 +2,12 @@
 
 from abc import ABC, abstractmethod
 
+from ppd_runtime.models.build import load_stage
+from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, TrainedHead
+from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
@@ -99,13 +102,36 @@ class StagedRole(Role):
         self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
         self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
         self._calibration = GuessRecord()
+        self._whole: LayerRange | None = None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
     def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+        if self._fits_one_process(session.begin):
+            begin = session.begin
+            length = len(begin.prompt_ids) + begin.params.max_new_tokens / 2
+            if (of_one := policy.one_process(length)) is not None:
+                whole = self._whole_model()
+                whole.recorder = session.recorder
+                return MainProcess(whole, whole.num_layers, (), session.send, begin, False, of_one)
         return LastStage(
             self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy
         )
+
+    def _fits_one_process(self, begin: Begin) -> bool:
+        """Whether this process could decode a request alone: not one that stages know already, nor one with a long
+        prompt, whose chunks they run side by side.
+        """
+        is_new = not (begin.epoch or begin.delivered)
+        return self.spec.has_whole_model and is_new and len(self.stage.prompt_chunks(len(begin.prompt_ids))) == 1
+
+    def _whole_model(self) -> LayerRange:
+        """All layers, over weights in memory that the stages share."""
+        if self._whole is None:
+            spec = self.spec
+            whole = load_stage(spec.info, spec.info.num_layers, spec.dtype, spec.device, spec.code)
+            self._whole = emulated(whole, spec.emulate)
+        return self._whole
 
     def helper(self, session: Session, head: AnyHead) -> Helper:
         layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
@@ -133,6 +159,8 @@ class StagedRole(Role):
         if isinstance(session.machine, FirstStage | MiddleStage | LastStage):
             session.begin = session.machine.begin
             session.machine.stage.begin(0)  # frees its memory
+        elif isinstance(session.machine, MainProcess):
+            session.machine.stage.begin(0)
 
 
 def role_of(spec: WorkerSpec, stage: LayerRange) -> Role:

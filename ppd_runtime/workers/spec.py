@@ -44,6 +44,8 @@ class WorkerSpec:
     way_seconds: tuple[float, ...] = ()
     """`SpeculationPolicy.way_seconds` of earlier runs."""
 
+    has_whole_model: bool = False
+    """Whether a last stage may load all layers too, as their weights are in memory that the stages share."""
     prefix_cache_tokens: int = 0
     """Tokens of earlier prompts whose entries a stage keeps."""
     cache_tokens: int | None = None

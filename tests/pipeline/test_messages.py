@@ -81,7 +81,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 19
+VERSION = 20
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -352,7 +352,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
             *(7, 0.5, 3, 0.75, 1.5, 9, ("a",), True, 0.25, 1.0, -1.0, (8,), None, (), 6, 3, True, (5,)),
             *({5: 2}, 1, 2, 3, [[4, 5]], {(6,): 1}, [7], [8], 9, 10, (11, 1.5), 1.25, 12, True),
         ),
-        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN, 8, 6, (0.25, 0.0)),
+        PathStats: PathStats(1.5, 0.5, 0.25, 12, 3, 5, BREAKDOWN, BREAKDOWN, 8, 6, (0.25, 0.0), True),
     }
     in_header = values | {
         Tensor: described(0, 2),
@@ -361,7 +361,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
             *(7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6, 3, True, [5], [[5, 2.0]], 1, 2, 3),
             *([[4, 5]], [[[6], 1.0]], [7], [8], 9, [10], [11, 1.5], 1.25, 12, True),
         ],
-        PathStats: [1.5, 0.5, 0.25, 12, 3, 5, *([1.0, 2.0, 3.0, 4.0, 5.0],) * 2, 8, 6, [0.25, 0.0]],
+        PathStats: [1.5, 0.5, 0.25, 12, 3, 5, *([1.0, 2.0, 3.0, 4.0, 5.0],) * 2, 8, 6, [0.25, 0.0], True],
     }
     types = [base_type(hint) for hint in field_types(kind)]
     frames = on_the_wire(kind(*(values[wanted] for wanted in types)))

@@ -84,7 +84,7 @@ def test_what_is_known_is_where_it_begins():
     decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.3}, (1.0, 0.0, 1.3))
     assert decoding.policy.guessing == NOTHING
     assert decoding.tokens(64)[0][EXITS] == 0
-    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 1.0, 1.3))
+    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 1.0, 1.3, 0.0))
 
 
 def test_a_longer_text_is_no_slower_way():
@@ -96,8 +96,8 @@ def test_a_longer_text_is_no_slower_way():
     assert decoding.policy.guessing == NOTHING
     counts, _ = decoding.tokens(100)
     assert counts[EXITS] <= 10
-    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 0.0, 1.2))
-    assert decoding.policy.way_seconds(2000) == pytest.approx((3.0, 0.0, 3.6))
+    assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 0.0, 1.2, 0.0))
+    assert decoding.policy.way_seconds(2000) == pytest.approx((3.0, 0.0, 3.6, 0.0))
 
 
 def test_growth_is_learned_from_texts_of_different_lengths():
@@ -124,6 +124,63 @@ def test_requests_at_once_have_a_comparison_of_their_own():
     decoding.policy.together(1)
     assert decoding.policy.guessing == EXITS
     assert decoding.policy.way_seconds(0)[EXITS] == pytest.approx(0.6)
+
+
+class Requests(Decoding):
+    """Requests of 64 tokens, one after another; a token of one process takes `of_one` seconds."""
+
+    def __init__(self, seconds, of_one, known=()):
+        super().__init__(WAYS, seconds, known)
+        self.of_one = of_one
+
+    def run(self, number, tokens=64):
+        """Decode so many; how many of them one process decoded, and the seconds that a token took."""
+        began, in_one_process = self.now, 0
+        for _ in range(number):
+            one = self.policy.one_process(tokens / 2)
+            in_one_process += one is not None
+            if one is None:
+                self.begin(0)
+                self.tokens(tokens)
+            else:
+                one.begin()
+                for length in range(1, tokens + 2):
+                    assert one.guessing == NOTHING
+                    one.note(length)
+                    self.now += self.of_one
+        return in_one_process, (self.now - began) / number / tokens
+
+
+def test_one_process_decodes_where_guesses_save_nothing():
+    requests = Requests({NOTHING: 1.2, REPETITIONS: 1.25, EXITS: 1.3}, 1.0)
+    assert requests.run(1)[0] == 0, "until guesses were tried the layout decodes"
+    in_one_process, seconds = requests.run(100)
+    assert 75 < in_one_process < 100, "the layout is tried again from time to time"
+    assert seconds < 1.05
+    assert requests.policy.way_seconds(0) == pytest.approx((1.2, 1.25, 1.3, 1.0), rel=0.02)
+
+
+def test_the_layout_decodes_where_it_is_quicker():
+    requests = Requests({NOTHING: 1.2, REPETITIONS: 0.92, EXITS: 1.3}, 1.0)
+    assert requests.run(100)[0] < 20
+    assert Requests({NOTHING: 1.2, REPETITIONS: 1.2, EXITS: 0.6}, 1.0).run(100)[0] == 0, "then it is not even tried"
+
+
+def test_what_is_known_of_one_process_is_used_from_the_first_request():
+    seconds = {NOTHING: 1.2, REPETITIONS: 1.25, EXITS: 1.3}
+    assert Requests(seconds, 1.0, (1.2, 1.25, 1.3, 1.0)).run(5)[0] == 5
+    assert Requests(seconds, 2.0, (1.2, 1.25, 1.3, 2.0)).run(5)[0] == 0
+
+
+def test_one_process_is_for_requests_that_begin_alone():
+    requests = Requests({NOTHING: 1.2, REPETITIONS: 1.25, EXITS: 1.3}, 1.0, (1.2, 1.25, 1.3, 1.0))
+    one = requests.policy.one_process(10)
+    requests.policy.together(2)
+    assert requests.policy.one_process(10) is None
+    for length in range(100):
+        one.note(length)
+        requests.now += 7.0
+    assert requests.policy.way_seconds(0)[-1] == 1.0, "what two take together is not what one takes"
 
 
 @pytest.fixture(scope="module")

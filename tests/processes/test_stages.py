@@ -39,6 +39,21 @@ def test_texts_are_ordinary_decodings(ordinary, settings, way):
             assert sum(result.stats.first_boundary) == result.stats.new_tokens - 1
 
 
+def test_one_process_decodes_where_that_is_known_to_be_quicker(one_process):
+    """A last stage that loads all layers beside its own, compiled, and other stages that hear nothing."""
+    one_process((0.5, 0.5, 0.5, 0.1))
+    settings = {"dtype": "float32", "compile": True}
+    compiled = OrdinaryDecoding("demo", **settings)
+    with PPDRuntime("demo", stages=2, launcher="processes", **settings) as runtime:
+        for prompt, sampling in ((PROMPT, {}), (REPETITIVE, SAMPLED)):
+            result = runtime.generate(prompt, max_new_tokens=24, **sampling)
+            assert result.token_ids == compiled.generate(prompt, max_new_tokens=24, **sampling).token_ids
+            assert (result.stats.one_process, result.stats.sub_layer_passes) == (True, ())
+        long = runtime.generate(LONG_PROMPT, max_new_tokens=4)
+        assert long.token_ids == compiled.generate(LONG_PROMPT, max_new_tokens=4).token_ids
+        assert not long.stats.one_process
+
+
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=nightly), 4])
 def test_compiled(rows):
     settings = {"dtype": "float32", "compile": True}

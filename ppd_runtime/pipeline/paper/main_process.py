@@ -50,7 +50,8 @@ class _Heard:
 
 
 class MainProcess:
-    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks.
+    """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks,
+    none for a last stage that decodes alone.
 
     With `shares_exit_states` off, for one that runs ahead, sub-processes are told tokens only. While the `policy`
     guesses nothing they are told nothing, and decoding is ordinary in every respect.
@@ -116,6 +117,7 @@ class MainProcess:
             "main_recomputed_layer_passes": self.recomputed_layer_passes,
             "asked": len(self.asked),
             "foreseen": len(self.foreseen),
+            "one_process": not self.subs,
         }
 
     def repeat(self, delivered: int) -> None:
