@@ -177,7 +177,7 @@ def _ratios(pairs: Sequence[Pair]) -> list[float]:
 
 def _match_rate(stats: Sequence[Stats]) -> float | None:
     """The share of tokens that were guessed right."""
-    first = [sum(counts) for counts in zip(*(one.first_boundary for one in stats), strict=True)]
+    first = [sum(counts) for counts in zip(*(one.first_boundary for one in stats if one.first_boundary), strict=True)]
     if told := sum(first):
         return 1 - first[-1] / told
     rates = [one.match_rate for one in stats if one.asked and one.match_rate is not None]
