@@ -114,7 +114,7 @@ class PathStats:
     first_token_ledger: LatencyBreakdown = _NOTHING
     """Where the time to the first token went."""
     asked: int = 0
-    """New tokens for which the paper's main process asked for candidates."""
+    """New tokens for which the paper's main process asked for candidates, or a single stage had any."""
     foreseen: int = 0
     """The asked tokens that were among the candidates, even if too late for an early start."""
     way_seconds: tuple[float, ...] = ()
@@ -166,7 +166,8 @@ class Stats(PathStats):
     """Each sub-process' layer passes to keep its cache coherent; Theorem 4.1 leaves them out."""
     predicted_ratio: float
     """Predicted share of ordinary decoding's latency: by Theorem 4.1 for this request's match rate; for stages, E[J]/N
-    of its first boundaries; for a self-speculative method, by SWIFT's equation 6 for its drafts."""
+    of its first boundaries; for one stage, passes a token; for a self-speculative method, by SWIFT's equation 6 for its
+    drafts."""
     first_boundary: tuple[int, ...] = ()
     """Counts of tokens that boundary 1, 2, … of the staged layout named first, and last of those that none named; empty
     in other layouts. Tokens named by the text's repetitions count with boundary 1; a lost first stage loses its

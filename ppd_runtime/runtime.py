@@ -298,6 +298,8 @@ class PPDRuntime(TextGenerator):
         return Trace(self.info.num_layers, self.layout, self._conditions, processes)
 
     def _predicted_ratio(self, match_rate: float | None, num_new_tokens: int, totals: Totals) -> float:
+        if isinstance(self.layout, StagedLayout) and not self.layout.cuts:
+            return 1 - totals.path.foreseen / max(num_new_tokens, 1)
         if told := sum(totals.first_boundary):
             return expected_first_boundary([n / told for n in totals.first_boundary]) / len(totals.first_boundary)
         return latency_ratio(self.info.num_layers, self.exit_layer, match_rate or 0.0, max(num_new_tokens, 1))

@@ -8,6 +8,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "running ahead": {"k": 1, "run_ahead": True, **LOCAL},
     "k=2": {"k": 2, "run_ahead": False, **LOCAL},
     "stages of rows": {"stages": 2, "k": 2, "rows": 4, **LOCAL},
+    "one stage": {"stages": 1, "rows": 4, **LOCAL},
     "three stages": {"stages": 3, "k": 2, "rows": 1, **LOCAL},
 }
 METHODS: dict[str, dict[str, Any]] = {

@@ -78,7 +78,9 @@ def choose_layout(
 
     `most_k` is how many candidates there can be.
     """
-    if not cuts:
+    if stages == 1:
+        cuts = ()
+    elif not cuts:
         cuts = balanced_cuts(num_layers, stages, costs) if costs else even_cuts(num_layers, stages)
     rows = rows or (chosen_rows(costs) if costs else 1)
     k = k or min(chosen_k(rows), most_k or _MOST_K)

@@ -31,7 +31,6 @@ from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _LAYERS = 2  # layers run, so that one does not bear a call's overhead
-_GUESSES = 1  # rank of the first stage
 _PROMPT = [0, 1, 2, 3]
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_SECONDS = 3, 25, 0.1
 
@@ -45,14 +44,17 @@ def with_layout(
     or store, cuts are even, passes have one row, and given rows are assumed to cost nothing.
     """
     main, stages = specs[DECIDER], given.num_processes
+    guesses = specs[-1]  # a first or middle stage; a single one guesses itself
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = None
     if not (cuts and config.rows == 1):
         head = {kind: files for kind, files in main.code.items() if kind == PassKind.HEAD}
-        costs = _kept_costs(replace(specs[_GUESSES], code={**specs[_GUESSES].code, **head}), progress)
-    most_k = len(specs[_GUESSES].guess_tokens) or main.info.vocab_size
+        costs = _kept_costs(replace(guesses, code={**guesses.code, **head}), progress)
+    most_k = len(guesses.guess_tokens) or main.info.vocab_size
     layout = choose_layout(main.info.num_layers, stages, costs, cuts, config.rows, config.k, most_k)
-    logger.info("stages cut after layers %s, rows=%d, k=%d", layout.cuts, layout.rows, layout.k)
+    logger.info("%s, rows=%d, k=%d", layout.title(main.info.num_layers), layout.rows, layout.k)
+    if stages == 1 and layout.rows == 1:
+        logger.warning("stages=1: a further row of a pass costs as much as a pass here, so decoding is ordinary")
     layout = replace(layout, guess_vocab=given.guess_vocab, repetitions=given.repetitions)
     chosen = [replace(spec, layout=layout) for spec in specs]
     return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]

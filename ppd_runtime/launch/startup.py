@@ -93,7 +93,7 @@ def may_have_whole_model(spec: WorkerSpec) -> bool:
     """Whether a worker can load all layers beside its own in no further memory: weights of a host's CPU workers are
     shared.
     """
-    return spec.rank == DECIDER and spec.device == "cpu" and isinstance(spec.layout, StagedLayout)
+    return spec.rank == DECIDER and spec.device == "cpu" and bool(spec.layout.cuts)
 
 
 def _sees_device(spec: WorkerSpec) -> bool:

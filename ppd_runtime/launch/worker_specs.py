@@ -91,10 +91,13 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
         ValueError: for stages or cuts that a model of `num_layers` layers cannot have.
     """
     assert config.stages is not None
-    check_stages(num_layers, config.stages)
+    cuts: tuple[int, ...] = ()
     if isinstance(config.cuts, tuple):
         check_cuts(num_layers, config.cuts)
-    cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(num_layers, config.stages)
+        cuts = config.cuts
+    elif config.stages > 1:
+        check_stages(num_layers, config.stages)
+        cuts = even_cuts(num_layers, config.stages)
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
     return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
 

@@ -98,7 +98,8 @@ class RuntimeConfig:
     """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None
     """Split the model over so many stages in a row, each layer in one place; default: the paper's layout. Behind each
-    stage but the last k tokens are named that may come next, and enter the first stage before the last one decides."""
+    stage but the last k tokens are named that may come next, and enter the first stage before the last one decides.
+    1: all layers in this process; each pass also verifies the tokens that the text's repetitions name."""
     cuts: "str | tuple[int, ...] | None" = None
     """The stages' borders, such as 3,6,9: layers before each; default: so that all take as long, heads included."""
     rows: int | None = None
@@ -215,6 +216,7 @@ class RuntimeConfig:
         if self.workers is not None:
             check_int("workers", self.workers, 1)
         self._check_stages()
+        self._check_single_stage()
         self._check_network()
 
     def _check_stages(self) -> None:
@@ -236,12 +238,24 @@ class RuntimeConfig:
                 if (value := getattr(self, name)) != usual[name]:
                     raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
-        check_int("stages", self.stages, 2)
+        check_int("stages", self.stages, 1)
         for name in ("exit_layer", "workers"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
+
+    def _check_single_stage(self) -> None:
+        """One stage guesses by the text alone; where nothing else is asked for, it is a thread of this process."""
+        if self.stages != 1:
+            return
+        if not self.repetitions:
+            raise ValueError("repetitions=False with stages=1: then there is nothing to guess from, drop one")
+        if self.exit_head != SHARED:
+            raise ValueError(f"exit_head={self.exit_head!r} with stages=1: is for boundaries of stages, drop one")
+        asks = (self.launcher, self.placement, self.ray_address, self.bind_interface, self.gpus_per_worker)
+        if self.transport == "auto" and asks == ("auto", "auto", None, None, None):
+            object.__setattr__(self, "transport", "local")
 
     def _check_cuts(self) -> None:
         if not isinstance(self.cuts, tuple) or not self.cuts:

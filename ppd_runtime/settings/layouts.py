@@ -121,9 +121,7 @@ class PaperLayout(_Layout):
 
 @dataclass(frozen=True)
 class StagedLayout(_Layout):
-    """Stages in a row, each with its own layers; the last one, DECIDER, decides."""
-
-    tells_hits: ClassVar[bool] = False
+    """Stages in a row, each with its own layers; the last one, DECIDER, decides. A single stage has all layers."""
 
     cuts: tuple[int, ...]
     rows: int
@@ -139,6 +137,11 @@ class StagedLayout(_Layout):
     @property
     def num_processes(self) -> int:
         return len(self.cuts) + 1
+
+    @property
+    def tells_hits(self) -> bool:
+        """Whether a token's message says which candidate was right: a single stage knows it at once."""
+        return not self.cuts
 
     @property
     def needed(self) -> frozenset[int]:
@@ -162,6 +165,8 @@ class StagedLayout(_Layout):
         return {"cuts": list(self.cuts), "rows": self.rows, "k": self.k}
 
     def title(self, num_layers: int) -> str:
+        if not self.cuts:
+            return f"one stage of {num_layers} layers"
         return f"{self.num_processes} stages cut after layers {', '.join(map(str, self.cuts))} of {num_layers}"
 
 

@@ -16,6 +16,7 @@ from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.single_stage import SingleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.settings.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.workers.session import Decider, Helper, Session
@@ -107,6 +108,18 @@ class StagedRole(Role):
             self.most_rows = max(layout.rows, self._rows.most_together)
 
     def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+        layout = self.layout
+        if not layout.cuts:
+            return SingleStage(
+                self._rows.another(),
+                layout.rows,
+                session.send,
+                session.begin,
+                policy,
+                self._calibration,
+                layout.repetitions,
+                layout.row_cost,
+            )
         if self._fits_one_process(session.begin):
             begin = session.begin
             length = len(begin.prompt_ids) + begin.params.max_new_tokens / 2
@@ -154,9 +167,11 @@ class StagedRole(Role):
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
         if isinstance(session.machine, FirstStage | MiddleStage):
             session.machine.take_turn(rows, is_alone)
+        elif isinstance(session.machine, SingleStage):
+            session.machine.take_turn(rows)
 
     def release(self, session: Session) -> None:
-        if isinstance(session.machine, FirstStage | MiddleStage | LastStage):
+        if isinstance(session.machine, FirstStage | MiddleStage | LastStage | SingleStage):
             session.begin = session.machine.begin
             session.machine.stage.begin(0)  # frees its memory
         elif isinstance(session.machine, MainProcess):

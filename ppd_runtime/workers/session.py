@@ -12,6 +12,7 @@ from ppd_runtime.pipeline.span_messages import pack
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.single_stage import SingleStage
 from ppd_runtime.results import PathStats
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -28,8 +29,8 @@ _STAMPED = (HeadStart, Entries, Rows)
 """What the main process waits for."""
 
 
-Decider = MainProcess | LastStage
-"""A main process' machine."""
+Decider = MainProcess | LastStage | SingleStage
+"""A machine that decides."""
 Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
 """Any other machine."""
 

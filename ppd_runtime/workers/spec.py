@@ -55,8 +55,12 @@ class WorkerSpec:
         """The deciding process' policy of how much to guess."""
         if self.speculation in (ALWAYS, NEVER):
             return Always(Guessing.EXITS if self.speculation == ALWAYS else Guessing.NOTHING)
-        between = [Guessing.REPETITIONS] * self.layout.repetitions
-        return QuickestGuessing([Guessing.NOTHING, *between, Guessing.EXITS], self.way_seconds, self.heavy_length)
+        ways = [Guessing.NOTHING]
+        if self.layout.repetitions:
+            ways.append(Guessing.REPETITIONS)
+        if self.layout.num_processes > 1:
+            ways.append(Guessing.EXITS)
+        return QuickestGuessing(ways, self.way_seconds, self.heavy_length)
 
     @property
     def pass_kinds(self) -> frozenset[int]:

@@ -103,8 +103,11 @@ MISHAPS = {
 }
 
 
-@pytest.mark.parametrize("kind", MISHAPS)
-def test_whatever_becomes_of_messages_and_workers(folder, ordinary, one_process, hurried, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("stages", "kind"), [(stages, kind) for stages in (1, 3) for kind in MISHAPS if (stages, kind) != (1, "death")]
+)
+def test_whatever_becomes_of_messages_and_workers(folder, ordinary, one_process, hurried, monkeypatch, stages, kind):
+    """By a last stage alone, and by a single stage."""
     one_process(ONE_IS_QUICKER)
     fate, draw = Fate(SEED, **{kind: MISHAPS[kind]}), random.Random(SEED)
     monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
@@ -117,9 +120,10 @@ def test_whatever_becomes_of_messages_and_workers(folder, ordinary, one_process,
 
     expected = [generate(ordinary, job).token_ids for job in jobs]
     in_one_process = 0
-    with PPDRuntime(folder, max_restarts=10_000, max_requests=2, **LAYOUT) as runtime, ThreadPoolExecutor(2) as pool:
+    settings = LAYOUT | {"stages": stages, "max_restarts": 10_000, "max_requests": 2}
+    with PPDRuntime(folder, **settings) as runtime, ThreadPoolExecutor(2) as pool:
         while not (fate.happened[kind] and in_one_process):
             alone = [generate(runtime, job) for job in jobs]
             assert [result.token_ids for result in alone] == expected
             assert [result.token_ids for result in pool.map(lambda job: generate(runtime, job), jobs)] == expected
-            in_one_process += sum(result.stats.one_process for result in alone)
+            in_one_process += sum(stages == 1 or result.stats.one_process for result in alone)

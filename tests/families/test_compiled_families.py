@@ -29,7 +29,7 @@ def test_layers_are_told_apart(specimen: Specimen) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("specimen", EVERY, ids=lambda specimen: specimen.name)
 def test_layouts(specimen: Specimen, dtype: str, tmp_path: Path) -> None:
-    """Stages of a layer each, stages of several, and the paper's; or one line says why none is."""
+    """Stages of a layer each, of several and of all, and the paper's; or one line says why none is."""
     specimen.build().save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "dtype": dtype, "compile": True}
@@ -41,7 +41,8 @@ def test_layouts(specimen: Specimen, dtype: str, tmp_path: Path) -> None:
     depth = ordinary.info.num_layers
     asked = [(prompt, sampling) for prompt in prompts((3, 30)) for sampling in ({}, {"temperature": 0.9, "seed": 4})]
     expected = [_text(ordinary, *one) for one in asked]
-    for layout in ({"stages": depth, "k": 2}, {"stages": 3, "k": 2, "rows": 4}, {"k": 1, "exit_layer": depth - 1}):
+    stages = ({"stages": depth, "k": 2}, {"stages": 3, "k": 2, "rows": 4}, {"stages": 1, "rows": 4})
+    for layout in (*stages, {"k": 1, "exit_layer": depth - 1}):
         with PPDRuntime(transport="local", **layout, **settings) as runtime:
             assert [_text(runtime, *one) for one in asked] == expected, layout
 

@@ -88,7 +88,10 @@ def occupied(tensor):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"stages": 1}, "stages=1: must be at least 2"),
+        ({"stages": 0}, "stages=0: must be at least 1"),
+        ({"stages": 1, "repetitions": False}, "repetitions=False with stages=1: then there is nothing to guess from"),
+        ({"stages": 1, "exit_head": "heads"}, "exit_head='heads' with stages=1: is for boundaries"),
+        ({"stages": 1, "k": 0}, "k=0: must be at least 1"),
         ({"stages": 5}, "stages=5: with 4 layers choose 2 to 4"),
         ({"stages": True}, "stages=True: give a whole number"),
         ({"cuts": "3,2"}, "cuts=3,2: give layers in ascending order"),
@@ -257,14 +260,14 @@ def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
     bench, sent = Bench.of(model_folder("llama")), []
     begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
     stage = FirstStage(TreeRange(bench.stage(2), 8), None, 2, 1, 4, MachineNetwork(None).send, begin)
-    stage.send = lambda addresses, message: sent.append((type(message), stage._repetitions.guess([5, 9])))
+    stage.send = lambda addresses, message: sent.append((type(message), stage.chooser._repetitions.guess([5, 9])))
     stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: [[(9, 0.5)] for _ in texts])
     machine = stage.serve()
     while next_wait(machine, None).patience == 0:
         pass
     assert sent[0] == (PromptStates, None)
-    assert stage._repetitions.guess([5, 9])[0] == 5
-    assert stage._successors[0].by_boundary.keys() == {0, 1}
+    assert stage.chooser._repetitions.guess([5, 9])[0] == 5
+    assert stage.chooser._successors[0].by_boundary.keys() == {0, 1}
 
 
 def test_the_last_stage_decides_before_it_looks_for_messages(model_folder):

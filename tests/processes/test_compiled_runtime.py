@@ -105,7 +105,8 @@ def test_weights_of_few_bits(model_folder, tmp_path, weights):
     folder, quantised = model_folder("llama", num_layers=5), tmp_path / "quantised"
     quantise_model(str(folder), quantised, weights)
     ordinary = OrdinaryDecoding(folder, compile=True, weights=weights)
-    for model, layout in ((folder, {"k": 1, "weights": weights}), (quantised, {"stages": 3, "k": 2, "rows": 4})):
+    staged = [(quantised, {"stages": stages, "k": 2, "rows": 4}) for stages in (1, 3)]
+    for model, layout in ((folder, {"k": 1, "weights": weights}), *staged):
         with PPDRuntime(model, compile=True, transport="local", **layout) as runtime:
             for sampling in ({}, {"temperature": 0.9, "seed": 5}):
                 settings = {"max_new_tokens": 14, "ignore_eos": True, **sampling}
@@ -113,7 +114,8 @@ def test_weights_of_few_bits(model_folder, tmp_path, weights):
                 assert runtime.generate("a fox", **settings).token_ids == expected, (layout, sampling)
 
 
-def test_requests_of_one_pass(model_folder, monkeypatch):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_requests_of_one_pass(model_folder, monkeypatch, stages):
     """Tokens and the bits of their probabilities are those that each request has alone; some are cancelled."""
     joined = Counter()
     run_trees = CompiledLayers.run_trees
@@ -141,7 +143,7 @@ def test_requests_of_one_pass(model_folder, monkeypatch):
         return found
 
     expected = [decode(ordinary, number) for number in range(len(prompts))]
-    layout = {"stages": 2, "rows": 4, "transport": "local", "max_requests": 6}
+    layout = {"stages": stages, "rows": 4, "transport": "local", "max_requests": 6}
     with PPDRuntime(folder, dtype="float32", compile=True, **layout) as runtime, ThreadPoolExecutor(6) as pool:
         got = list(pool.map(partial(decode, runtime), range(len(prompts))))
     assert got == expected

@@ -208,7 +208,7 @@ def test_the_page_is_dark_or_light_and_narrow(page: Page) -> None:
         (["--host", "0.0.0.0"], "--host 0.0.0.0"),
         (["--chat-template", "none.jinja"], "--chat-template none.jinja"),
         (["--port", "70000"], "--port"),
-        (["--stages", "1"], "--stages"),
+        (["--stages", "0"], "--stages"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

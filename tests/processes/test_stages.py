@@ -54,6 +54,24 @@ def test_one_process_decodes_where_that_is_known_to_be_quicker(one_process):
         assert not long.stats.one_process
 
 
+def test_one_stage():
+    """It is a thread of this process, and a repetitive text takes it fewer passes than tokens."""
+    settings = {"dtype": "float32", "compile": True}
+    compiled = OrdinaryDecoding("demo", **settings)
+    with PPDRuntime("demo", stages=1, rows=4, speculation="always", **settings) as runtime:
+        assert runtime.launcher == "threads"
+        for prompt, sampling in ((REPETITIVE, {}), (PROMPT, SAMPLED), (LONG_PROMPT, {})):
+            asked = {"max_new_tokens": 48, "ignore_eos": True, "logprobs": 1, **sampling}
+            result, expected = runtime.generate(prompt, **asked), compiled.generate(prompt, **asked)
+            assert (result.token_ids, result.logprobs) == (expected.token_ids, expected.logprobs)
+            assert result.stats.hits + result.stats.misses == 47
+            if prompt is REPETITIVE:
+                assert result.stats.hits > 12
+    with PPDRuntime("demo", stages=1, launcher="processes", **settings) as runtime:
+        expected = compiled.generate(REPETITIVE, max_new_tokens=24).token_ids
+        assert runtime.generate(REPETITIVE, max_new_tokens=24).token_ids == expected
+
+
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=nightly), 4])
 def test_compiled(rows):
     settings = {"dtype": "float32", "compile": True}

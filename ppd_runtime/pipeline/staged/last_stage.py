@@ -9,7 +9,6 @@ from torch import Tensor
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import (
     MISS,
-    NOT_ASKED,
     Begin,
     Cancel,
     CatchUp,
@@ -23,16 +22,14 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
-from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
+from ppd_runtime.pipeline.speculation_policy import Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
+from ppd_runtime.pipeline.staged.decider import StagedDecider
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState
-from ppd_runtime.request_error import RequestError
-from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
-from ppd_runtime.sampling.sampler import Sampler
-from ppd_runtime.settings.layouts import CLIENT, DECIDER
+from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.text import StopRule
 
 _FIRST = 1
@@ -45,7 +42,7 @@ _MOST_ATTEMPTS = 2**20  # at one number of tokens
 _MOST_TOKENS = 2**22
 
 
-class LastStage:
+class LastStage(StagedDecider):
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
     With each token the stages hear what to guess after it, by the `policy`.
@@ -63,60 +60,24 @@ class LastStage:
         begin: Begin,
         policy: SpeculationPolicy | None = None,
     ) -> None:
-        self.stage, self.num_layers, self.others, self.send = stage, num_layers, tuple(others), send
-        self.begin, self.policy = begin, policy or Always(Guessing.EXITS)
-        self.history = [*begin.prompt_ids, *begin.delivered]
-        self.told: list[Token] = []
-        """What the client has been sent, in case it asks for it again."""
-        self.finish_reason = ""
+        super().__init__(stage, send, begin, policy)
+        self.num_layers, self.others = num_layers, tuple(others)
         # above a predecessor's epochs: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
-        self.layer_passes = 0
-        """The request's layer passes; a row counts as a token."""
-        self.cached_tokens = 0
-        """Prompt tokens whose entries were kept from an earlier prompt, at the first attempt."""
-        self._delivered = len(begin.delivered)
-        self._cancelled = self._again = False
+        self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
-        self._sampler = Sampler(begin.params)
         self._finished_pass = 0
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
-        self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
         self._losses = 0  # losses in a row
 
-    def decode(self, sampler: Sampler, stop: StopRule) -> Machine:
-        """Decode to the end, telling each token to the stages and the client as soon as it is certain."""
-        before = self.stage.layer_passes
-        reasons = [stop.finish_reason(token) for token in self.begin.delivered]
-        self.finish_reason = (reasons[-1] if reasons else "") or ""
-        try:
-            last = None if self.finish_reason else (yield from self._decode(sampler, stop))
-        except RequestError:
-            self._end(before)
-            raise
-        self._end(before)
-        if last is not None:
-            self._tell_client(Token(DECIDER, self.begin.request, len(self.history) - 1, last, NOT_ASKED))
-
     def _end(self, passes_before: int) -> None:
-        """End all stages."""
+        """End all stages; the first one counts what boundaries named."""
         self.send(self.others, End(DECIDER, self.begin.request))
-        self.layer_passes = self.stage.layer_passes - passes_before
+        super()._end(passes_before)
 
-    def counts(self) -> dict[str, Any]:
-        """Fields of `PathStats`; the first stage counts what boundaries named."""
-        return {"main_layer_passes": self.layer_passes, "cached_tokens": self.cached_tokens}
-
-    def repeat(self, delivered: int) -> None:
-        """Send the client again what follows the first `delivered` tokens after the prompt."""
-        for message in self.told[max(delivered - self._delivered, 0) :]:
-            self.send((CLIENT,), message)
-
-    def _decode(self, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int | None]:
-        """Decode to the end; returns the last token, which is not sent yet, or None after a cancel."""
-        self._sampler = sampler
+    def _decode(self, stop: StopRule) -> Generator[Awaited, Any, int | None]:
         self.policy.begin()
         self._begin_attempt()
         while True:
@@ -124,10 +85,7 @@ class LastStage:
             if hidden is None:
                 self.finish_reason = "cancelled"
                 return None
-            token = sampler.choose((yield Logits(self.stage, hidden)), self.history)
-            self._logprobs = sampler.take_logprobs()
-            self.history.append(token)
-            self.finish_reason = stop.finish_reason(token) or ""
+            token = self._choose((yield Logits(self.stage, hidden)), stop)
             if self.finish_reason:
                 return token
             self.policy.note(len(self.history))
@@ -137,13 +95,6 @@ class LastStage:
             self._tell_client(certain)
             self._tell_progress()
             self._tree.settle()
-
-    def _tell_client(self, token: Token) -> None:
-        if self._logprobs:
-            logprobs, top_ids = packed(self._logprobs)
-            token = replace(token, logprobs=logprobs, top_ids=top_ids)
-        self.told.append(token)
-        self.send((CLIENT,), token)
 
     def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
         """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None after a cancel."""

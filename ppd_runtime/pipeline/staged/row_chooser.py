@@ -1,0 +1,143 @@
+"""Chooses the rows of a pass: the certain tokens first, then what is likeliest to follow."""
+
+import heapq
+from collections.abc import Sequence
+
+from ppd_runtime.pipeline.speculation_policy import Guessing
+from ppd_runtime.pipeline.staged.chances import Guess, GuessRecord, Successors
+from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
+from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, NodeTree, number_of
+
+_LEAST_CHANCE = 0.02  # least chance of a path that gets a row
+
+
+class _Candidate:
+    """A token that may enter after a parent, with the chance of its whole path; likelier ones sort first."""
+
+    def __init__(self, chance: float, parent: Node, token: int) -> None:
+        self.chance, self.parent, self.token = chance, parent, token
+
+    def __lt__(self, other: "_Candidate") -> bool:
+        return self.chance > other.chance
+
+
+class RowChooser:
+    """What may follow the nodes of a request's tree, and which of it enters the next pass.
+
+    Args:
+        tree: the nodes; those that are chosen are added. Its `history` holds the certain tokens.
+        last_position: position of the last token that another one follows.
+        calibration: what earlier requests taught; it is updated.
+        repetitions: whether there is a boundary 0.
+        only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
+        row_cost: what a further row adds to a pass, as a share of the first one's time.
+    """
+
+    def __init__(
+        self,
+        tree: NodeTree,
+        last_position: int,
+        calibration: GuessRecord,
+        repetitions: bool,
+        only_chains: bool,
+        row_cost: float,
+    ) -> None:
+        self.tree, self.last_position, self.calibration = tree, last_position, calibration
+        self.only_chains, self.row_cost = only_chains, row_cost
+        self.guessing: int = Guessing.NOTHING
+        """What to guess, a `Guessing`."""
+        self._successors: dict[int, Successors] = {}
+        self._repetitions = Repetitions() if repetitions else None
+
+    def next_is_certain(self) -> bool:
+        """Whether a certain token waits for its pass."""
+        return self.tree.root.position + 1 < len(self.tree.history)
+
+    def choose(self, rows: int) -> list[Node]:
+        """The at most `rows` nodes of the next pass: a certain token, else the likeliest; after them, what needs no
+        layer.
+        """
+        chosen: list[Node] = []
+        waiting: list[_Candidate] = []
+        if self.next_is_certain():
+            chosen.append(self._enter(self.tree.root, self.tree.history[self.tree.root.position + 1]))
+            if self.tree.is_newest(chosen[0]):
+                waiting = self._candidates_behind(chosen[0], 1.0)
+        else:
+            waiting = self._candidates()
+        if self.only_chains:
+            waiting = sorted(waiting)[:1]
+        heapq.heapify(waiting)
+        while waiting and len(chosen) < min(rows, MOST_NODES - len(self.tree)):
+            best = heapq.heappop(waiting)
+            if chosen and best.chance < self.row_cost:  # it saves one pass at most
+                break
+            chosen.append(self._enter(best.parent, best.token))
+            for further in self._candidates_behind(chosen[-1], best.chance):
+                heapq.heappush(waiting, further)
+        return chosen
+
+    def name(self, node: Node, boundary: int, guesses: Sequence[Guess]) -> None:
+        """A boundary named what may follow a node; without guesses, it was not asked."""
+        successors = self._successors.setdefault(node.number, Successors())
+        if guesses:
+            successors.by_boundary[boundary] = guesses
+
+    def follow_text(self) -> None:
+        """Read the certain tokens that boundary 0 does not know yet."""
+        if self._repetitions is not None and self.guessing >= Guessing.REPETITIONS:
+            self._repetitions.follow(self.tree.history)
+
+    def name_repetition(self, node: Node) -> None:
+        """Boundary 0: what followed the same tokens earlier in the text."""
+        if self._repetitions is None or self.guessing < Guessing.REPETITIONS:
+            return
+        guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # the whole text would be copied
+        if guess is not None:
+            self.name(node, 0, [guess])
+
+    def forget_dropped(self) -> None:
+        """Forget what was named to follow nodes that are gone."""
+        alive = {node.number for node in self.tree.alive()}
+        self._successors = {number: named for number, named in self._successors.items() if number in alive}
+
+    def learn(self, token: int) -> tuple[bool, int | None]:
+        """`token` follows the newest certain node: whether anything was asked there, and the first boundary that named
+        the token.
+        """
+        successors = self._successors.get(self.tree.root.number)
+        if successors is None:
+            return False, None
+        named = successors.first_boundary(token)
+        successors.learn(self.calibration, token)
+        return True, named
+
+    def _candidates(self) -> list[_Candidate]:
+        """All candidates."""
+        found: list[_Candidate] = []
+        chances = {self.tree.root.number: 1.0}
+        for node in self.tree.alive():  # parents come before their children
+            found += self._candidates_behind(node, chances.get(node.number, 0.0), chances)
+        return found
+
+    def _candidates_behind(
+        self, node: Node, chance: float, of_children: dict[int, float] | None = None
+    ) -> list[_Candidate]:
+        """Candidates after a node whose whole path has this chance; stores the chances of its children."""
+        successors = self._successors.get(node.number) if self.guessing != Guessing.NOTHING else None
+        if successors is None or node.position >= self.last_position:
+            return []
+        found: list[_Candidate] = []
+        for token, own in successors.chances(self.calibration).items():
+            if (child := node.children.get(token)) is None:
+                if chance * own >= _LEAST_CHANCE:
+                    found.append(_Candidate(chance * own, node, token))
+            elif of_children is not None:
+                of_children[child.number] = chance * own
+        return found
+
+    def _enter(self, parent: Node, token: int) -> Node:
+        node = self.tree.add(number_of(parent.number, token), token, parent.position + 1, parent.number)
+        assert node is not None, "what enters stands behind a node that may come true"
+        self.name_repetition(node)
+        return node

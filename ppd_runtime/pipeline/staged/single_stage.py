@@ -1,0 +1,140 @@
+"""One stage with all layers: each pass verifies the newest token's likeliest successors beside it."""
+
+from collections.abc import Generator
+from typing import Any
+
+from torch import Tensor
+
+from ppd_runtime.models.stage.tree_range import TreeRange
+from ppd_runtime.pipeline.messages import MISS, Begin, Cancel, Foreseen, Message, Token
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
+from ppd_runtime.pipeline.staged.chances import GuessRecord
+from ppd_runtime.pipeline.staged.decider import StagedDecider
+from ppd_runtime.pipeline.staged.node_passes import run_nodes
+from ppd_runtime.pipeline.staged.ports import Logits
+from ppd_runtime.pipeline.staged.row_chooser import RowChooser
+from ppd_runtime.pipeline.staged.tree import NodeTree, RowState
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
+from ppd_runtime.text import StopRule
+
+_NAMED, _UNNAMED = 0, 1
+"""Boundaries of `Foreseen`."""
+_HIT = 1
+"""`Token.winner` of a token that was a row of the pass before."""
+
+
+class SingleStage(StagedDecider):
+    """Decodes one request in one process; see `RowChooser` for the other arguments.
+
+    A pass has a row for the newest certain token and further rows for a tree behind it. Its states decide the next
+    token, and the one after that if the next token was a row, and so on: a token that was a row costs no pass.
+
+    Args:
+        rows: most rows of a pass.
+    """
+
+    def __init__(
+        self,
+        stage: TreeRange,
+        rows: int,
+        send: Send,
+        begin: Begin,
+        policy: SpeculationPolicy | None = None,
+        calibration: GuessRecord | None = None,
+        repetitions: bool = True,
+        row_cost: float = 0.0,
+    ) -> None:
+        super().__init__(stage, send, begin, policy)
+        self.rows = rows
+        self.asked = self.foreseen = 0
+        prompt_size = len(begin.prompt_ids)
+        self._tree = NodeTree(stage, self.history, prompt_size)
+        last_position = prompt_size + begin.params.max_new_tokens - 2
+        record = calibration or GuessRecord()
+        self._chooser = RowChooser(self._tree, last_position, record, repetitions, stage.only_chains, row_cost)
+
+    def take_turn(self, rows: int) -> None:
+        """Go on with at most `rows` of a pass."""
+        self.rows = rows
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of `PathStats`."""
+        return super().counts() | {"asked": self.asked, "foreseen": self.foreseen}
+
+    def _decode(self, stop: StopRule) -> Generator[Awaited, Any, int | None]:
+        self.policy.begin()
+        self.stage.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens, self.begin.prompt_ids)
+        self._chooser.guessing = self.policy.guessing
+        yield from self._run_prompt()
+        while True:
+            yield from self._take_all()
+            if self._cancelled:
+                self.finish_reason = "cancelled"
+                return None
+            if (hidden := self._decisive()) is None:
+                yield from self._run_pass()
+                continue
+            token = self._choose((yield Logits(self.stage, hidden)), stop)
+            if self.finish_reason:
+                return token
+            self._settle(token)
+
+    def _settle(self, token: int) -> None:
+        """A token is certain: tell the client, and keep its row if it was one."""
+        self.policy.note(len(self.history))
+        guesses, named = self._chooser.learn(token)
+        position = len(self.history) - 1
+        if guesses:
+            self.asked += 1
+            self.foreseen += named is not None
+        self._tree.settle()
+        was_row = self._tree.root.position == position
+        self._tell_client(Token(DECIDER, self.begin.request, position, token, _HIT if was_row else MISS))
+        if self.begin.foreseen:
+            boundary = _UNNAMED if named is None else _NAMED
+            self.send((CLIENT,), Foreseen(DECIDER, self.begin.request, position, boundary))
+        self._chooser.guessing = self.policy.guessing
+        self._chooser.follow_text()
+        self._chooser.forget_dropped()
+
+    def _run_prompt(self) -> Machine:
+        """Run the prompt's chunks, unless the request is cancelled."""
+        prompt = self.begin.prompt_ids
+        for chunk in self.stage.prompt_chunks(len(prompt)):
+            yield from self._take_all()
+            if self._cancelled:
+                return
+            states = yield Call(self.stage.run_prompt, prompt[chunk.start : chunk.stop], chunk.start)
+            if not self.begin.delivered:
+                yield Call(self._sampler.note_prompt, self.stage.logits, states, self.history, chunk.start)
+        self.cached_tokens = self.stage.cached_tokens
+        self._tree.prompt.hidden = RowState(states, states.shape[1] - 1)
+        self._chooser.follow_text()
+        self._chooser.name_repetition(self._tree.prompt)
+
+    def _run_pass(self) -> Machine:
+        nodes = self._chooser.choose(self.rows)
+        nodes, hidden = yield from run_nodes(self.stage, self._tree, nodes, [node.token for node in nodes], None)
+        for row, node in enumerate(nodes):
+            node.hidden = RowState(hidden, row)
+
+    def _decisive(self) -> Tensor | None:
+        """The newest token's state after all layers, `[1, 1, hidden_size]`, if it has run."""
+        root = self._tree.root
+        if root.hidden is None or not self._tree.is_newest(root):
+            return None
+        return root.hidden.alone()
+
+    def _work(self) -> Work:
+        return Work.LITTLE if self._cancelled or self._decisive() is not None else Work.NEEDED
+
+    def _take_all(self) -> Machine:
+        while (message := (yield WaitFor(0, work=self._work))) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self._cancelled = True
+        elif isinstance(message, Begin):
+            self.repeat(len(message.delivered))
