@@ -26,10 +26,13 @@ from ppd_runtime.pipeline.ports import WaitFor
 from ppd_runtime.pipeline.speculation_policy import Always
 from ppd_runtime.pipeline.staged.arrivals import Arrivals
 from ppd_runtime.pipeline.staged.chances import GuessRecord, Successors
+from ppd_runtime.pipeline.staged.decider import StagedDecider
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.prompt import ArrivingPrompt
+from ppd_runtime.pipeline.staged.row_chooser import RowChooser
+from ppd_runtime.pipeline.staged.single_stage import SingleStage
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree, RowState, Text
 from ppd_runtime.text import StopRule
 from ppd_runtime.workers.open_requests import OpenRequests
@@ -55,6 +58,8 @@ _READ = (
     FirstStage,
     MiddleStage,
     LastStage,
+    SingleStage,
+    RowChooser,
     Arrivals,
     ArrivingPrompt,
     Successors,
@@ -68,6 +73,7 @@ _UNREAD: dict[type, set[str]] = {
     Session: _CLOCKS | {"_first_ledger"},
     RunAheadSubProcess: {"_forks"},
     FirstStage: {"rows"},
+    SingleStage: {"rows", "asked", "foreseen"},
 }
 """What only times and turns depend on, or what is told of elsewhere."""
 _DEAD = {"caller", "message", "reply", "hidden", "now", "nodes", "root", "certain"}
@@ -151,7 +157,7 @@ class Essence:
     def _of_field(self, owner: object, name: str, value: object) -> object:
         if isinstance(owner, RequestClient) and isinstance(value, float):
             return value <= self._now
-        if isinstance(owner, MainProcess | LastStage) and name == "told":
+        if isinstance(owner, MainProcess | StagedDecider) and name == "told":
             return [(message.position, message.token_id) for message in owner.told]
         if isinstance(owner, SubProcess) and name == "_winners":  # asked of positions that are not in the cache yet
             held = owner.stage.length(0)

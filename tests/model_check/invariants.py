@@ -6,12 +6,13 @@ from model_check.toy_rows import ToyRows
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
+from ppd_runtime.pipeline.staged.decider import StagedDecider
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.tree import NodeTree
 
-Stage = FirstStage | MiddleStage | LastStage
+Stage = FirstStage | MiddleStage | StagedDecider
 
 
 def check_process(scenario: Scenario, process: Process) -> None:
@@ -22,7 +23,7 @@ def check_process(scenario: Scenario, process: Process) -> None:
     for session in process.worker._sessions.values():
         machine = session.machine
         if isinstance(machine, Stage):
-            tree = machine._tree if isinstance(machine, LastStage) else machine.tree
+            tree = machine._tree if isinstance(machine, StagedDecider) else machine.tree
             _check_tree(scenario.model, machine.stage, tree, tuple(machine.begin.prompt_ids))
             if scenario.mendable and isinstance(machine, LastStage):
                 assert machine.epoch <= 1, "another attempt begins, for what could be sent again"

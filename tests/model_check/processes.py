@@ -55,13 +55,20 @@ class Scenario:
     rests: bool = False
     """Whether the sub-processes are left alone now and then: after two wrong candidates in a row."""
     cuts: tuple[int, ...] = ()
-    """The staged layout's borders, one for each worker; empty: the paper's layout."""
+    """The staged layout's borders, one for each worker; empty: the paper's layout, or a single stage."""
+    single: bool = False
+    """Whether there is a single stage."""
     rows: int = 1
     """Of a pass of the staged layout."""
     trees: bool = False
     """Whether they may stand in several branches; else one behind the other."""
     mendable: tuple[type[Message], ...] = ()
     """Messages of stages that alone meet with mishaps, none of which may take another attempt; empty: whatever may."""
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is the staged layout."""
+        return bool(self.cuts) or self.single
 
     @property
     def num_addresses(self) -> int:
@@ -83,7 +90,7 @@ class Scenario:
         )
 
     def _layout(self) -> Layout:
-        if self.cuts:
+        if self.staged:
             return StagedLayout(self.cuts, self.rows, self.k)
         return PaperLayout(self.k, self.model.exit_layer, self.workers, self.run_ahead)
 
@@ -269,7 +276,7 @@ def start_worker(scenario: Scenario, rank: int) -> Process:
         process.worker.serve(process)
 
     def load_stage(info: ModelInfo, last: int, *rest: object) -> ToyStage | ToyRows:
-        if scenario.cuts:
+        if scenario.staged:
             return ToyRows(scenario.model, scenario.spec(rank).first_layer, last, scenario.trees)
         return (MainStage if rank == DECIDER else ToyStage)(scenario.model, last)
 

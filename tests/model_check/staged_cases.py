@@ -28,7 +28,7 @@ def stages(
     prompts = ((3, 1, 5, 3, 1), (2, 6, 2, 6, 2)) if repeats else ((3, 1), (2, 6))
     model = ToyModel(layers * size, 1, prompts, winners, boundaries)
     cuts = tuple(range(layers, layers * size, layers))
-    return Scenario(model, k, size - 1, tokens, requests, cuts=cuts, rows=rows, trees=trees)
+    return Scenario(model, k, size - 1, tokens, requests, cuts=cuts, single=size == 1, rows=rows, trees=trees)
 
 
 def mendable(scenario: Scenario) -> Scenario:
@@ -56,7 +56,15 @@ ONE_CANCELLED = Case(
     0,
     Bounds(1),
 )
+ONE_STAGE = Case("one stage, two faults", stages(4, 1, 0, rows=3, repeats=True), 2)
 STAGED_QUICK = (
+    ONE_STAGE,
+    Case("one stage, two requests at once, a fault", at_once(stages(2, 1, 0, rows=2, repeats=True)), 1),
+    Case(
+        "one stage, cancelled, then another request, a fault",
+        replace(stages(3, 1, 0, rows=2, requests=2, repeats=True), cancelled_behind=1),
+        1,
+    ),
     LEFT,
     Case("two stages of two layers, wrong guesses, a fault", stages(2, 2, 0, layers=2), 1, Bounds(1)),
     TWO_AT_ONCE,

@@ -99,7 +99,7 @@ class System:
         options += self._all_offers(state, DECIDER)
         births = self.births(state)
         if not options and state.nodes[DECIDER] != DEAD and not self.is_over(state):
-            if not self.scenario.cuts:
+            if not self.scenario.staged:
                 options.append(self._option(state, self.client, NOTHING))
             elif not births:
                 options.append(self._option(state, DECIDER if self._waits(state, DECIDER) else self.client, NOTHING))
@@ -141,7 +141,7 @@ class System:
 
     def _is_impatient(self, state: State, index: int) -> bool:
         """Whether it may go on at any time without a message; a last stage waits for longer than anything takes."""
-        return self._waits(state, index) and not (self.scenario.cuts and index == DECIDER)
+        return self._waits(state, index) and not (self.scenario.staged and index == DECIDER)
 
     def _dead(self, state: State) -> list[int]:
         return [index for index in range(self.client) if state.nodes[index] == DEAD]
@@ -180,7 +180,7 @@ class System:
 
     def _may_hear(self, index: int, sender: int) -> bool:
         """Where nothing goes wrong, the last of three stages hears nothing of the first: that has all from it."""
-        is_calm_first = self.scenario.cuts and not self.faults and sender == 1 < self.client - 1
+        is_calm_first = self.scenario.staged and not self.faults and sender == 1 < self.client - 1
         return not is_calm_first or index != DECIDER
 
     def _take(self, state: State, index: int, sender: int, most_sent: int | None = None) -> Move:
@@ -209,7 +209,7 @@ class System:
     def _begun(self, state: State, index: int) -> State:
         starts = state.main_starts + (index == DECIDER)
         state = _with_node(state, index, 0)._replace(main_starts=starts)
-        if not self.scenario.cuts:
+        if not self.scenario.staged:
             return state
         known = [rank for rank in range(self.client) if rank != index] if index == DECIDER else [index]
         peers = Peers(CLIENT, 0, known, [""] * len(known))
@@ -229,7 +229,7 @@ class System:
             yield from self._ends(state, index)
         if not self.is_over(state):
             yield self._take(state, self.client, NOTHING)
-        if self.scenario.cuts and self._waits(state, DECIDER):
+        if self.scenario.staged and self._waits(state, DECIDER):
             yield self._take(state, DECIDER, NOTHING)
 
     def _is_mendable(self, message: int) -> bool:

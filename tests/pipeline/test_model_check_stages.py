@@ -14,6 +14,7 @@ from model_check.staged_cases import (
     LEFT,
     MENDED,
     MISSED,
+    ONE_STAGE,
     STAGED_LONGER,
     STAGED_QUICK,
     TWO_AT_ONCE,
@@ -24,12 +25,14 @@ from model_check.staged_cases import (
 )
 from model_check.system import Move, System
 from seeds import SEED
+from torch import Tensor
 
 from ppd_runtime.pipeline.messages import Begin, Peers
 from ppd_runtime.pipeline.staged import follower
-from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
+from ppd_runtime.pipeline.staged.row_chooser import RowChooser
+from ppd_runtime.pipeline.staged.single_stage import SingleStage
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 from ppd_runtime.workers.open_requests import OpenRequests
 from ppd_runtime.workers.worker import Worker
@@ -53,11 +56,11 @@ def _any_certain_node(self: NodeTree, node: Node) -> bool:
     return node is self.root
 
 
-def _counted(self: FirstStage, parent: Node, token: int) -> Node | None:
+def _counted(self: RowChooser, parent: Node, token: int) -> Node | None:
     """Numbers that say nothing of the path: a restarted stage gives them to other nodes."""
     self._count = getattr(self, "_count", 0) + 1
     node = self.tree.add(self._count, token, parent.position + 1, parent.number)
-    self._name_repetition(node)
+    self.name_repetition(node)
     return node
 
 
@@ -110,10 +113,15 @@ def _nothing(*_: object) -> None:
     pass
 
 
+def _behind_any_token(self: SingleStage) -> Tensor | None:
+    """Decides again what a predecessor has decided."""
+    return self._tree.root.hidden and self._tree.root.hidden.alone()
+
+
 _SETTLE, _DROP, _DISPATCH, _LEARN = NodeTree.settle, NodeTree._drop, Worker._dispatch, OpenRequests.learn
 MUTANTS = (
     (NodeTree, "is_newest", _any_certain_node, TWO_CANDIDATES),
-    (FirstStage, "_enter", _counted, MISSED),
+    (RowChooser, "_enter", _counted, MISSED),
     (NodeTree, "_drop", _drops_no_descendants, TWO_CANDIDATES),
     (NodeTree, "_drop", _drops_what_has_run, LEFT),
     (NodeTree, "settle", _keeps_the_first_branch, TWO_CANDIDATES),
@@ -121,6 +129,8 @@ MUTANTS = (
     (FollowerStage, "_send_again", _nothing, MENDED),
     (LastStage, "_lose_patience", _nothing, TWO_STAGES),
     (LastStage, "repeat", _nothing, TWO_STAGES),
+    (SingleStage, "_decisive", _behind_any_token, ONE_STAGE),
+    (SingleStage, "repeat", _nothing, ONE_STAGE),
     (Worker, "_is_new", _later_requests_only, TWO_STAGES),
     (Worker, "_dispatch", _any_request, TWO_AT_ONCE),
     (OpenRequests, "learn", _all_others_are_over, TWO_AT_ONCE),
