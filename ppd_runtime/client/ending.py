@@ -8,7 +8,7 @@ CANCELLED, TIMEOUT = "cancelled", "timeout"
 
 
 class Ending:
-    """What may end one request early. One thread decodes and asks; any other may cancel."""
+    """Ends one request early. One thread decodes and asks for the reason; any other may cancel."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = math.inf if timeout_s is None else timeout_s
@@ -16,20 +16,20 @@ class Ending:
         self._cancelled = False
 
     def start_clock(self) -> None:
-        """The request's time begins now; a second call changes nothing."""
+        """Start the request's time limit; a second call changes nothing."""
         if self._deadline == math.inf:
             self._deadline = time.monotonic() + self._timeout_s
 
     def cancel(self) -> None:
-        """End it as soon as may be."""
+        """End the request as soon as possible."""
         self._cancelled = True
 
     def reason(self) -> str | None:
-        """Why to end now; None: go on."""
+        """The reason to end now; None if the request continues."""
         if self._cancelled:
             return CANCELLED
         return TIMEOUT if time.monotonic() >= self._deadline else None
 
     def seconds_left(self) -> float:
-        """Seconds until its time is up; 0 if it is to end now, infinity without a limit."""
+        """Seconds until the time limit; 0 after a cancel, infinity without a limit."""
         return 0.0 if self._cancelled else max(self._deadline - time.monotonic(), 0.0)

@@ -29,15 +29,15 @@ class MessageExchange:
         self._waiting: dict[int, threading.Condition] = {}
         """The requests whose calls wait while another listens."""
         self.heard_at = 0.0
-        """When the main process last spoke, by the monotonic clock."""
+        """The time of the main process' last message, on the monotonic clock."""
 
     def open(self, request: int) -> None:
-        """From now on there is a place for the request's messages."""
+        """Keep the request's messages from now on."""
         with self._lock:
             self._inboxes[request] = deque()
 
     def close(self, request: int) -> None:
-        """Its messages are no longer wanted."""
+        """Drop the request's messages from now on."""
         with self._lock:
             self._inboxes.pop(request, None)
 
@@ -92,7 +92,7 @@ class MessageExchange:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Use the endpoint; a call that listens first ends its slice."""
+        """Use the endpoint alone, once a call that listens has ended its slice."""
         with self._lock:
             self._wanting += 1
             try:
@@ -108,7 +108,7 @@ class MessageExchange:
                 self._release(before)
 
     def _is_mine(self) -> bool:
-        """Whether this thread may use the endpoint: a dropped call may end in the middle of another."""
+        """Whether this thread may use the endpoint; it may do so twice, as a dropped call may end in another."""
         return self._user in (None, threading.get_ident())
 
     def _release(self, user: int | None) -> None:
@@ -120,13 +120,13 @@ class MessageExchange:
             next(iter(self._waiting.values())).notify()
 
     def _hear(self) -> None:
-        """Take what has arrived."""
+        """Receive all messages that have arrived."""
         while (message := self._endpoint.receive(0)) is not None:
             with self._lock:
                 self._put(message)
 
     def _put(self, message: Message) -> None:
-        """Put it into its request's inbox; note workers' last words at once."""
+        """Put a message into its request's inbox; an ending worker's error goes to the supervisor at once."""
         if isinstance(message, Failed):
             self.supervisor.note_words(message.sender, message.error)
             return

@@ -1,4 +1,4 @@
-"""One request as the client sees it: each token once and in order, whatever becomes of messages and workers."""
+"""One request as the client sees it: each token once and in order, even if messages or workers are lost."""
 
 import logging
 import math
@@ -43,7 +43,7 @@ _END_DEADLINE_S = 3.0  # after a timeout or a cancel, for a main process that do
 
 @dataclass
 class RequestReports:
-    """What the workers have told about a request, by rank: at its end, and meanwhile if it is watched."""
+    """The workers' reports of a request, by rank: at its end, and during it if the client watches."""
 
     finished: Finished | None = None
     of_workers: dict[int, Report] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RequestReports:
             self.spans.setdefault(message.sender, []).append(message)
 
     def news(self, name_of: Callable[[int], str]) -> News:
-        """What has come since the last time."""
+        """The reports that have come since the last call."""
         if not (self._new_boundaries or self._new_spans):
             return NOTHING_NEW
         pieces: dict[int, list[Spans]] = {}
@@ -79,11 +79,11 @@ class RequestReports:
         return news
 
     def in_order(self) -> list[Report]:
-        """The sub-processes' counts."""
+        """The sub-processes' counts, in the order of ranks."""
         return [self.of_workers[rank] for rank in sorted(self.of_workers)]
 
     def processes(self, name_of: Callable[[int], str]) -> tuple[ProcessSpans, ...]:
-        """The workers' spans; what cannot be read is logged and left out."""
+        """The workers' spans; a process whose spans cannot be read is logged and left out."""
         return _readable(self.spans, name_of)
 
 
@@ -98,12 +98,12 @@ def _readable(pieces: Mapping[int, Sequence[Spans]], name_of: Callable[[int], st
 
 
 class RequestClient(Iterator[Token]):
-    """A request to the main process: each new token as it comes; fewer if the request's `Ending` says so.
+    """A request to the main process: gives each new token as it comes, until the text or the `Ending` ends it.
 
     The main process is asked again if it falls silent or is replaced.
 
     Raises:
-        RequestError: if the request has failed, or a worker refuses what it waits for; the workers go on.
+        RequestError: if the request has failed, or a worker refuses data that it needs; the workers continue.
         RuntimeError: if the main process is lost and has been replaced too often.
     """
 
@@ -114,10 +114,10 @@ class RequestClient(Iterator[Token]):
         self.restarts = 0
         """New main processes that this request has seen."""
         self.winners: Counter[int] = Counter()
-        """Tokens by `Token.winner`."""
+        """The number of tokens by `Token.winner`."""
         self._delivered: list[int] = []
         self._arrived: deque[Token] = deque()
-        """Those that are still to be given."""
+        """Tokens that the caller has not taken yet."""
         self._has_begun = self._cancelled = False
         self._main_starts, self._began, self._end_at = 0, time.monotonic(), math.inf
         self._patience, self._silences = _ASK_AGAIN_S, 0
@@ -159,7 +159,7 @@ class RequestClient(Iterator[Token]):
                 self._supervisor.note_success(DECIDER)
 
     def cancel(self) -> None:
-        """Have the main process stop: what it would still compute is of no use."""
+        """Have the main process stop, and wait for the request's end."""
         self._cancelled = True
         self._ask()
         while not isinstance(self._next_message(), Finished):
@@ -170,9 +170,9 @@ class RequestClient(Iterator[Token]):
         self._exchange.close(self._begin.request)
 
     def hear_all(self) -> None:
-        """Wait for the sub-processes' counts: those of lost ones do not come, a silent one is waited for only once.
+        """Wait for the sub-processes' counts. Lost processes send none, and a silent one is waited for only once.
 
-        If one process decoded, the others know nothing of the request.
+        If one process decoded, there is no wait: the others know nothing of the request.
         """
         deadline = time.monotonic() + _REPORT_DEADLINE_S
         while self._awaited() and (left := deadline - time.monotonic()) > 0:
@@ -193,14 +193,14 @@ class RequestClient(Iterator[Token]):
         return [rank for rank in self._supervisor.expected() if rank not in heard]
 
     def _is_next(self, message: Token) -> bool:
-        """Whether it is the first token that has not come yet; if it is a later one, one was lost on the way."""
+        """Whether a token is the next that has to come; if it is a later one, ask for those that were lost."""
         wanted = len(self._begin.prompt_ids) + len(self._delivered)
         if message.position > wanted:
             self._ask_for_lost()
         return message.position == wanted
 
     def _finish(self, message: Finished) -> None:
-        """After a cancel, what has come by now is all: a new main process may know nothing of the request."""
+        """Take the end. After a cancel no tokens are missing: a new main process may not know the request."""
         if self._cancelled and message.num_tokens != len(self._delivered):
             message = self._cut_short()
         if message.num_tokens != len(self._delivered):
@@ -211,12 +211,12 @@ class RequestClient(Iterator[Token]):
             raise RequestError(message.error)
 
     def _weigh(self, message: Refused | Unreadable) -> None:
-        """A resend may repair what was refused; if that is in vain, the request has failed."""
+        """Take a refusal: a resend may repair it; if several do not, the request has failed."""
         self._refusals += 1
         final = isinstance(message, Refused) and message.final
         if self._cancelled or not (final or self._refusals >= _MOST_REFUSALS):
             return
-        self._end_at = time.monotonic() + _END_DEADLINE_S  # who reads nothing does not read a cancel either
+        self._end_at = time.monotonic() + _END_DEADLINE_S  # a worker that reads nothing reads no cancel either
         name_of = self._supervisor.name_of
         if isinstance(message, Unreadable):
             raise RequestError(f"what {name_of(message.sender)} sends cannot be read: {message.reason}")
@@ -231,7 +231,7 @@ class RequestClient(Iterator[Token]):
         return Finished.cut_short(self._begin.request, len(self._delivered), time.monotonic() - self._began)
 
     def _end_early(self) -> None:
-        """Tell the main process, once, if the request is to end; what it has sent until then still counts."""
+        """Tell the main process, once, if the request has to end; tokens that it sends until then still count."""
         if not self._cancelled and self._ending.reason():
             self._cancelled, self._patience = True, _ASK_AGAIN_S
             self._end_at = time.monotonic() + _END_DEADLINE_S
@@ -272,7 +272,7 @@ class RequestClient(Iterator[Token]):
             self._ask()
 
     def _ask(self) -> None:
-        """Ask for what has not come yet, or for the end; the next time is after twice the silence."""
+        """Ask for the tokens that have not come yet, or for the end; the next question waits twice as long."""
         question: Message = Cancel(CLIENT, self._begin.request)
         if not self._cancelled:
             question = replace(self._begin, delivered=list(self._delivered), epoch=self.restarts)

@@ -1,4 +1,4 @@
-"""When workers may be closed: between two steps of a call and never within one, whichever thread asks for it."""
+"""Closes workers between two steps of a call and never within one, whichever thread asks for it."""
 
 import os
 import threading
@@ -10,20 +10,20 @@ _LOOK_EVERY_S = 1.0
 
 
 class ShutdownGuard:
-    """Closes workers once, in the process that started them; entered, it is a step of a call that uses them.
+    """Closes workers once, in the process that started them; a call enters it for each step that uses them.
 
     A thread that closes waits for the steps of calls, which hear of it within a fraction of a second. If a signal
     handler closes in the middle of a step, the last step closes at its end.
 
     Raises:
-        RuntimeError: on entering, if the workers are closed, or another process'.
+        RuntimeError: on entering, if the workers are closed or belong to another process.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self._owner = workers, os.getpid()
         self._idle = threading.Condition(threading.RLock())
         self._inside: list[int] = []
-        """The threads in a step, and one that closes."""
+        """The threads that are in a step, and the thread that closes."""
         self._asked = self._done = False
 
     def __enter__(self) -> None:

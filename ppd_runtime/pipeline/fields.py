@@ -1,4 +1,4 @@
-"""The types of fields on the wire, each with the range of values that msgspec lets through."""
+"""The types of fields on the wire, each with the range of values that msgspec accepts."""
 
 import dataclasses
 import sys
@@ -38,7 +38,7 @@ Texts = Annotated[list[Text], Meta(max_length=MOST_STOPS)]
 
 _BOUNDED = {float: Finite, str: Text, Tensor: Annotated[bytes, Meta(max_length=64)]}
 _STAY = ("timeout_s", "logits_processors")
-"""A record's fields that are not sent; the reader uses their defaults."""
+"""The fields of a record that are not sent; the reader gets their defaults."""
 
 
 class WireError(ValueError):
@@ -51,7 +51,7 @@ def is_record(hint: object) -> bool:
 
 
 def in_header(hint: Any) -> Any:
-    """The type of what a header holds for a field; a tensor's is its description, see `tensors`."""
+    """The type that a header holds for a field; for a tensor that of its description (see `tensors`)."""
     args = get_args(hint)
     if is_record(hint):
         return tuple[tuple(map(in_header, _sent(hint).values()))]  # type: ignore[misc]
@@ -59,13 +59,13 @@ def in_header(hint: Any) -> Any:
         return _BOUNDED[hint]
     if get_origin(hint) is tuple:
         return tuple[tuple(map(in_header, args))]  # type: ignore[misc]
-    if get_origin(hint) in (Union, UnionType):  # what a setting takes as a mapping too, it holds as a tuple
+    if get_origin(hint) in (Union, UnionType):  # a setting given as a mapping is held as a tuple
         return Union[tuple(in_header(arg) for arg in args if get_origin(arg) is not Mapping)]  # noqa: UP007
     return hint
 
 
 def values_of(record: Any) -> list[Any]:
-    """What a header holds for a record; raises WireError for one with functions."""
+    """The values that a header holds for a record; raises WireError if the record has functions."""
     if getattr(record, "logits_processors", ()):
         raise WireError("settings with functions, which are not sent")
     values = (getattr(record, name) for name in _sent(record.__class__))
@@ -73,13 +73,13 @@ def values_of(record: Any) -> list[Any]:
 
 
 def record_of(kind: type, values: tuple[Any, ...]) -> Any:
-    """The record of the values that a header held; raises ValueError for those that it does not allow."""
+    """The record with the values that a header held; raises ValueError if its class does not allow them."""
     given = zip(_sent(kind).items(), values, strict=True)
     return kind(**{name: record_of(hint, value) if is_record(hint) else value for (name, hint), value in given})
 
 
 @cache
 def _sent(kind: Any) -> dict[str, Any]:
-    """Types of a record's sent fields."""
+    """The types of a record's fields that are sent, by name."""
     hints = get_type_hints(kind, localns={"Tensor": Tensor})  # settings do not import Tensor
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name not in _STAY}

@@ -37,7 +37,7 @@ NOT_ASKED = -1
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Anything on the wire: who sent it, and the number of the request it belongs to."""
+    """A message: the rank of its sender, and the number of its request."""
 
     sender: Rank
     request: Request
@@ -45,17 +45,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Begin(Message):
-    """Client → main → subs: start a request, or go on with it.
+    """Client → main → subs: start a request, or continue it.
 
-    After a silence the client sends it again, and names the tokens that it has: a process that knows the request
-    repeats what follows them, another one starts with them.
+    After a silence the client sends this message again, with the tokens that it has. A process that knows the request
+    then repeats the tokens that follow; any other process starts after these tokens.
     """
 
     prompt_ids: TokenIds
     params: SamplingParams
-    """All but the time limit, which the client enforces."""
+    """The settings without the time limit, which the client enforces."""
     live: bool
-    """Whether the client wants each token at once; else they may come in batches, which wakes it less often."""
+    """Whether the client wants each token at once; else tokens may come in batches, which wake it less often."""
     traced: bool = False
     """Whether the client wants every process' `Spans`."""
     delivered: TokenIds = field(default_factory=list)
@@ -64,11 +64,11 @@ class Begin(Message):
     """For a stage: the number of this attempt; each starts from the certain tokens. For the main process: how often it
     has been replaced since the request began."""
     under_way: Numbers = ()
-    """Lower-numbered requests that are not over; all other lower-numbered ones are."""
+    """The requests with lower numbers that are not over; all others with lower numbers are over."""
     watched: bool = False
     """Whether the client also wants every process' `Spans` of passes and choices during the request."""
     foreseen: bool = False
-    """Whether the client wants `Foreseen` messages: one a token, each costs it some 30 µs."""
+    """Whether the client wants a `Foreseen` message for each token; each costs the client some 30 µs."""
     guessing: Count = 2
     """For a stage: what to guess after the newest token, a `Guessing`."""
 
@@ -88,7 +88,7 @@ class Candidate(Message):
     position: Position
     token_ids: Candidates
     path: TokenIds = field(default_factory=list)
-    """Tokens right before them that were candidates themselves; those further back were certain."""
+    """The tokens right before them that were candidates themselves; all earlier tokens were certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class HeadStart(Message):
 class Token(Message):
     """Main → subs and client: the token at `position` is certain; `winner`'s early start is used (or MISS).
 
-    For the subs, `hidden` is what this token's `ExitState` would hold, if the early start reached that far.
+    For the subs, `hidden` is the token's state after the exit layer if the early start reached that layer; then no
+    `ExitState` follows.
     """
 
     position: Position
@@ -116,13 +117,13 @@ class Token(Message):
     winner: Rank
     hidden: Tensor | None = None
     logprobs: Logprobs = ()
-    """For the client, if it asks: see `logprobs.packed`; the prompt's come with the first new token."""
+    """For the client, if it asks, by `logprobs.packed`; the prompt's come with the first new token."""
     top_ids: Candidates = ()
     guessing: Count = 2
     """For a stage: what to guess after this token, a `Guessing`."""
 
     def noted(self, prompt_ids: list[int]) -> tuple[TokenLogprobs, ...]:
-        """The message's log-probabilities, the token's last; raises ValueError for another prompt's."""
+        """The log-probabilities of the message, its token's last; raises ValueError if they fit another prompt."""
         told = len(self.logprobs) - len(self.top_ids)
         of_prompt = prompt_ids[1:] if told > 1 else []
         return unpacked(self.logprobs, self.top_ids, [*of_prompt, self.token_id]) if told else ()
@@ -130,14 +131,14 @@ class Token(Message):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Message):
-    """Main → client, if it does not want each at once: consecutive tokens from `position` on, each as a `Token`."""
+    """Main → client, if the client does not want each token at once: consecutive tokens from `position` on."""
 
     position: Position
     token_ids: TokenIds
     winners: Winners
 
     def singly(self) -> list[Token]:
-        """Each token."""
+        """The tokens, as one message each."""
         pairs = enumerate(zip(self.token_ids, self.winners, strict=True), self.position)
         return [Token(self.sender, self.request, at, token, winner) for at, (token, winner) in pairs]
 
@@ -157,10 +158,10 @@ class Entries(Message):
 
 @dataclass(frozen=True, slots=True)
 class CatchUp(Message):
-    """Main → subs after a pause, or a sub that lacks tokens: the tokens from `position` on.
+    """Main → subs after a pause, or main → a sub that lacks tokens: the tokens from `position` on.
 
-    `entries` are the first tokens' in the head-start layers, `[tokens with entries, layers, 2, heads, head_dim]`; the
-    others' have to be computed.
+    `entries` are key/value entries of the first of these tokens in the head-start layers, `[tokens with entries,
+    layers, 2, heads, head_dim]`. The sub computes the entries of the others.
     """
 
     position: Position
@@ -170,9 +171,9 @@ class CatchUp(Message):
 
 @dataclass(frozen=True, slots=True)
 class Missing(Message):
-    """Sub → main: it lacks the token at `position`, and heard of a later one; 0: it knows nothing of the request.
+    """Sub → main: it has heard of a later token but lacks the one at `position`; 0: it does not know the request.
 
-    Stage → the one before: it lacks the states from `position` on, which may be parts of the prompt.
+    Stage → the stage before: it lacks the states from `position` on, the prompt's included.
     """
 
     position: Position
@@ -182,7 +183,7 @@ class Missing(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: the prompt chunk's hidden states at `position`, after its layers, `[1, tokens, hidden_size]`."""
+    """Stage → next: hidden states of the prompt's chunk at `position` after the stage, `[1, tokens, hidden_size]`."""
 
     epoch: Count
     position: Position
@@ -191,7 +192,7 @@ class PromptStates(Message):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`, a row a node.
+    """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`.
 
     Each node is a token at a position after a parent, which came before it.
     """
@@ -209,21 +210,22 @@ class Rows(Message):
 
 @dataclass(frozen=True, slots=True)
 class Guesses(Message):
-    """Stage → first stage, after a pass: what may follow its nodes, equally many tokens each, likeliest first."""
+    """Stage → first stage, after a pass: tokens that may follow its nodes, as many for each, likeliest first."""
 
     epoch: Count
     pass_number: Count
     nodes: Numbers
     token_ids: Candidates
     chances: Millionths
-    """How likely each is right, by the stage's exit head alone."""
+    """The probability of each token, by the stage's exit head alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen(Message):
     """First stage → client, if it asks: which boundary first named the token at `position`.
 
-    0 means the text's repetitions, the number of stages no boundary. It is sent once; nobody waits for it.
+    0 stands for the text's repetitions. If no boundary named the token, `boundary` is the number of stages. The message
+    is sent once; nobody waits for it.
     """
 
     position: Position
@@ -242,18 +244,18 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Main → client, after the last token: why it ended, and its statistics."""
+    """Main → client, after the last token: why the text ended, and the request's statistics."""
 
     reason: str
     num_tokens: Count
     """Tokens after the prompt."""
     path: PathStats
     error: str = ""
-    """Why the request failed after them; empty if it did not. The worker lives on: it answers the next request."""
+    """Why the request failed after these tokens; empty if it did not. The worker serves other requests."""
 
     @staticmethod
     def cut_short(request: int, num_tokens: int = 0, latency_s: float = 0.0) -> "Finished":
-        """The end of a cancelled request of which no main process says more: other times and passes are unknown."""
+        """The end of a cancelled request that no main process has reported: its other statistics are unknown."""
         return Finished(DECIDER, request, "cancelled", num_tokens, PathStats(latency_s))
 
 
@@ -272,15 +274,15 @@ class Refused(Message):
     """Any worker → client: it has dropped a message that the request waits for, and why."""
 
     whose: Rank
-    """Who sent that message."""
+    """The rank that sent that message."""
     reason: str
     final: bool
-    """Whether it would drop the message again each time; else the client may ask for what was lost."""
+    """Whether the worker would drop the message each time; if not, the client may ask for a resend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable(Message):
-    """What an endpoint returns for bytes that are no message, but name a sender and a request; never sent."""
+    """Returned by an endpoint for bytes that are no message but name a sender and a request; never sent."""
 
     kind: str
     """The kind that the bytes name; empty if they name none."""
@@ -289,7 +291,7 @@ class Unreadable(Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Message):
-    """Any worker → client: it cannot go on, and why."""
+    """Any worker → client: the worker ends with this error."""
 
     error: str
 
@@ -301,19 +303,19 @@ class Shutdown(Message):
 
 @dataclass(frozen=True, slots=True)
 class Spans(Message):
-    """Main or sub → client, before `Finished` or `Report`: a piece of what it did and when; see `span_messages`."""
+    """Main or sub → client, before `Finished` or `Report`: a piece of its recorded spans; see `span_messages`."""
 
     pid: Count
     wall_offset_ns: Int64
     dropped: Count
     numbers: Int64s
     watched: bool = False
-    """Whether it is for a watching client, and not part of the trace."""
+    """Whether the spans are for a watching client, and not part of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers(Message):
-    """Client → every worker: from now on the peers at these addresses are at `locations`."""
+    """Client → every worker: from now on the peers with these addresses are reached at `locations`."""
 
     addresses: Ranks
     locations: Texts
@@ -321,7 +323,7 @@ class Peers(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkNote(Message):
-    """Worker → worker: something about the link between them; see `transport.collective`."""
+    """Worker → worker: a named value for the link between them; see `transport.collective`."""
 
     link: str
     key: str

@@ -1,4 +1,4 @@
-"""What both state machines have in common: how they wait, send and compute."""
+"""The interface of all state machines: how they wait, send and compute."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from ppd_runtime.request_error import RequestError
 
 
 class Work(IntEnum):
-    """What a machine does without a message; of several machines in a process, the least value goes first."""
+    """The work that a machine does without a message; among a process' machines the least value goes first."""
 
     LITTLE = 0
-    """It waits, or decides."""
+    """No pass: the machine waits, or decides."""
     NEEDED = 1
     """A pass that is needed: over a certain token, or a prompt."""
     SPECULATION = 2
@@ -29,26 +29,26 @@ def _needed() -> Work:
 class WaitFor:
     """A wait for a message.
 
-    `patience` is counted in one-token layer passes: 0 takes only what is there, None waits as long as it takes.
+    `patience` is measured in one-token layer passes: 0 takes only a message that is there, None waits without limit.
     Yielding the same wait again continues with its remaining patience.
     """
 
     patience: int | None
     least_s: float = 0.0
-    """The least seconds to wait, whatever a pass takes, with a real clock."""
+    """Seconds to wait at least, however short a pass is; for real clocks only."""
     deadline: float | None = None
-    """Set by what runs the machine, in its own clock."""
+    """The end of the wait, which the machine's runner sets on its own clock."""
     work: Callable[[], Work] = _needed
-    """What the machine does if it only looks for a message, in vain."""
+    """The work that the machine does if `patience` is 0 and no message is there."""
 
 
 class Computation:
-    """What a machine asks to have computed; a runner of several machines may compute some together."""
+    """A computation that a machine asks for; a runner of several machines may batch computations."""
 
     __slots__ = ()
 
     def alone(self) -> Any:
-        """Compute it."""
+        """Compute this alone, and return the result."""
         raise NotImplementedError
 
 
@@ -66,11 +66,11 @@ class Call(Computation):
 
 Awaited = WaitFor | Computation
 Machine = Generator[Awaited, Any, None]
-"""Yields what it awaits and is sent the result: a message, None when patience ran out, or a computation's value."""
+"""Yields waits and computations; is sent a message, None if the patience ran out, or the computation's value."""
 
 
 def give_result(machine: Machine, computation: Computation) -> Awaited:
-    """Compute what a machine asks for, and have it go on; a `RequestError` is raised where it asked."""
+    """Compute for a machine and resume it, with a `RequestError` if there was one; returns what it awaits next."""
     try:
         result = computation.alone()
     except RequestError as error:
@@ -79,7 +79,7 @@ def give_result(machine: Machine, computation: Computation) -> Awaited:
 
 
 def next_wait(machine: Machine, reply: Message | None) -> WaitFor:
-    """Send a message or None; compute, one by one, what the machine asks for up to its next wait."""
+    """Send a machine a message or None, compute what it asks for one by one, and return its next wait."""
     awaited = machine.send(reply)
     while isinstance(awaited, Computation):
         awaited = give_result(machine, awaited)

@@ -1,4 +1,4 @@
-"""A process' spans as messages, in pieces of a bounded size; what arrives is checked as every message is."""
+"""Packs a process' spans into messages of bounded size, and unpacks and checks them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 def pack(recorded: ProcessSpans, request: int, watched: bool = False) -> Iterator[Spans]:
-    """The messages that hold `recorded`, at least one; `watched`: for a client that watches."""
+    """The messages that hold `recorded`, at least one; with `watched` they are for a watching client."""
     for start in range(0, max(len(recorded.spans), 1), MOST_SPANS):
         piece = recorded.spans[start : start + MOST_SPANS]
         numbers = [int(number) for span in piece for number in (*span[:-1], _NUMBERS[span.message])]
@@ -22,10 +22,10 @@ def pack(recorded: ProcessSpans, request: int, watched: bool = False) -> Iterato
 
 
 def unpack(pieces: Sequence[Spans]) -> ProcessSpans:
-    """What `pack` was given, from its messages in their order.
+    """The spans that `pack` was given, from its messages in order.
 
     Raises:
-        WireError: for messages that `pack` does not write.
+        WireError: if `pack` does not write such messages.
     """
     first, spans = pieces[0], []
     for piece in pieces:

@@ -1,7 +1,7 @@
 """A tensor on the wire: its dtype and shape as whole numbers in the header, and its data as bytes.
 
-Between two passes the CPU caches are cold, and each call of PyTorch or NumPy takes microseconds: what follows from
-dtype and shape alone is computed once.
+Between two passes the CPU caches are cold, and each call of PyTorch or NumPy takes microseconds. So values that depend
+on dtype and shape alone are computed once.
 """
 
 import ctypes
@@ -20,18 +20,18 @@ Frame = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
 """A piece of a message on its way out."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""By number on the wire."""
+"""The index is the number on the wire."""
 _MOST_DIMENSIONS = 6
 _MOST_BYTES = 2**31
-_MOST_SHAPES = 1024  # kept
+_MOST_SHAPES = 1024  # whose values are kept
 
 
 class Outgoing(NamedTuple):
-    """What dtype and shape tell of an outgoing tensor."""
+    """The part of an outgoing tensor's encoding that depends on dtype and shape alone."""
 
     description: bytes
     memory: type[ctypes.Array[ctypes.c_ubyte]]
-    """A byte array."""
+    """The type of a byte array of the tensor's size."""
 
     def bytes_of(self, tensor: Tensor) -> Frame | None:
         """The tensor's own memory, kept alive by the result; None if the tensor is not contiguous on the CPU."""
@@ -43,14 +43,14 @@ class Outgoing(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """What a header says of a tensor."""
+    """A tensor's description, decoded."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     num_bytes: int
 
     def tensor_of(self, frame: bytes | memoryview | Tensor) -> Tensor:
-        """The tensor whose bytes `frame` holds: a copy, or a view if `frame` is a `Tensor` of bytes."""
+        """The tensor of the bytes in `frame`: a copy, or a view of a `Tensor` of bytes. WireError for a wrong size."""
         if len(frame) != self.num_bytes:
             raise WireError("a tensor whose bytes do not fit its shape")
         if isinstance(frame, Tensor):
@@ -69,7 +69,7 @@ def on_the_host(tensor: Tensor) -> Tensor:
 
 @lru_cache(_MOST_SHAPES)
 def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
-    """What dtype and shape tell of outgoing tensors; raises WireError for those that no message may have."""
+    """The encoding for a dtype and shape; raises WireError if no message may have such a tensor."""
     if dtype not in _DTYPES:
         raise WireError(f"a tensor of {dtype}")
     return Outgoing(array("q", [_DTYPES.index(dtype), *shape]).tobytes(), ctypes.c_ubyte * _num_bytes(dtype, shape))
@@ -77,7 +77,7 @@ def outgoing(dtype: torch.dtype, shape: Sequence[int]) -> Outgoing:
 
 @lru_cache(_MOST_SHAPES)
 def arriving(description: bytes) -> Arriving:
-    """What a description says; raises WireError for one that no message may have."""
+    """The decoded description; raises WireError if no message may have such a tensor."""
     numbers = array("q", description if len(description) % 8 == 0 else b"")
     if not numbers or not 0 <= numbers[0] < len(_DTYPES):
         raise WireError("a tensor of an unknown dtype")
@@ -86,7 +86,7 @@ def arriving(description: bytes) -> Arriving:
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """How many bytes a tensor has; raises WireError for a shape that no message may have, coming or going."""
+    """The size of a tensor in bytes; raises WireError if no message may have this shape."""
     if len(shape) > _MOST_DIMENSIONS:
         raise WireError("a tensor with too many dimensions")
     num_bytes = math.prod(shape) * dtype.itemsize

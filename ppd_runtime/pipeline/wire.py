@@ -1,7 +1,7 @@
 """Messages on the wire: a bounded msgpack header and raw tensor frames.
 
-A header is `[version, kind, *fields]`; a tensor field holds dtype and shape there and its bytes follow in a frame
-of their own. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
+A header is `[version, kind, *fields]`. For a tensor it holds dtype and shape; the tensor's bytes follow in another
+frame. Decoding trusts nothing: every length, type, range and shape is checked before anything is allocated, and
 whatever is wrong becomes a `WireError`.
 """
 
@@ -106,19 +106,19 @@ class _Start(Struct, array_like=True):
 
 
 class _Plan(NamedTuple):
-    """How to write and read a kind of message; places index its header."""
+    """How to write and read one kind of message; a place is an index into the header."""
 
     number: int
     names: tuple[str, ...]
     values: Callable[[Any], tuple[Any, ...]]
     decoder: Decoder[tuple[Any, ...]]
-    """Of the header, whole."""
+    """Decodes the whole header."""
     records: tuple[tuple[int, type], ...]
     tensor: int
-    """Place of its tensor; 0 if it has none."""
+    """The place of the tensor; 0 if the kind has none."""
 
     def read(self, header: Any) -> list[Any]:
-        """The header's members; WireError for bad ones."""
+        """The members of a header; raises WireError if one is invalid."""
         try:
             members = list(self.decoder.decode(header))
             for place, record in self.records:
@@ -160,11 +160,11 @@ _RELATIONS: dict[type[Message], Callable[[Any], bool]] = {
         and (bool(guesses.nodes) or not guesses.token_ids)
     ),
 }
-"""What has to hold between the fields of one message."""
+"""The condition between the fields of a message, by kind."""
 
 
 def encode(message: Message) -> list[Frame]:
-    """The message's frames: the header, then its tensor's bytes, not copied if contiguous on the CPU.
+    """The message's frames: the header, then the tensor's bytes, without a copy if contiguous on the CPU.
 
     Raises:
         WireError: if `decode` would refuse the header's length or the tensor's form.
@@ -194,7 +194,7 @@ def split(message: Message) -> tuple[bytes, Tensor | None]:
 
 
 def _written(message: Message) -> tuple[bytes, Tensor | None, Outgoing | None]:
-    """The message's header, its tensor, and what the tensor's dtype and shape tell."""
+    """The message's header, its tensor, and the tensor's encoding."""
     plan = _PLANS[type(message)]
     fields, form = [WIRE_VERSION, plan.number, *plan.values(message)], None
     tensor = fields[plan.tensor] if plan.tensor else None
@@ -236,8 +236,8 @@ def decode(frames: Sequence[bytes | memoryview | Tensor]) -> Message:
 
 
 def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
-    """The message that `frames` hold. Anything else is logged; it becomes an `Unreadable`, or None if it does not say
-    whose it is.
+    """The message that `frames` hold. If they hold none, that is logged; the result is an `Unreadable`, or None if the
+    sender and the request cannot be read.
     """
     try:
         return decode(frames)
@@ -247,7 +247,7 @@ def received(frames: Sequence[bytes | memoryview | Tensor]) -> Message | None:
 
 
 def _unreadable(frames: Sequence[bytes | memoryview | Tensor], reason: str) -> Unreadable | None:
-    """What can be read of another version's message: the first members of a header are the same in all versions."""
+    """The sender and request of an unreadable message; the start of a header is the same in all versions."""
     try:
         start = _start(frames)
     except WireError:

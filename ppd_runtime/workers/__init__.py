@@ -1,1 +1,1 @@
-"""What runs in a worker: the machines of the pipeline on a real stage and a real transport."""
+"""The workers, which run the machines of the pipeline on a real stage and a real transport."""

@@ -1,4 +1,4 @@
-"""What a worker says of the bits that it computes, and what it computes them on."""
+"""Hashes of a worker's outputs, and a description of its machine."""
 
 import socket
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ class Bits:
     """Workers whose hashes are equal compute the same bits.
 
     Raises:
-        ValueError: for what is not of this form.
+        ValueError: if a value is not of this form.
     """
 
     machine: str
-    """Host, device, versions and number format, for people."""
+    """Host, device, versions and number format, for error messages."""
     hashes: Mapping[str, str]
     """SHA-256 of outputs, by name of the run; threads of one process need none."""
 
@@ -43,8 +43,10 @@ NO_BITS = Bits("", {})
 
 
 def bits_of(stage: LayerRange, with_head: bool = True) -> Bits:
-    """Bits of a stage in this process. This takes several passes through a layer, some milliseconds for a small model.
-    `with_head`: whether its head is the whole model's, not some of its rows."""
+    """The bits of a stage in this process. They take several passes through a layer: milliseconds for a small model.
+
+    `with_head` says whether the stage's head is the whole model's, and not some rows of it.
+    """
     machine = f"{socket.gethostname()}: {_device(stage.device)}, torch {torch.__version__}"
     number_format = str(stage.model.dtype).removeprefix("torch.")
     hashes = output_hashes(stage, with_head)

@@ -14,8 +14,8 @@ from ppd_runtime.imports import quick_imports
 class Actor:
     """A Ray actor with a worker, made from the line of `start_order`, on the host with `own_address`.
 
-    `own_device` is its GPU there, such as cuda:1, if Ray gave it one; for `code` see `open_worker`. `serve` loads its
-    layers: until then, as later, it can be asked whether it runs.
+    `own_device` is its GPU there, such as cuda:1, if Ray gave it one; for `code` see `open_worker`. `serve` loads the
+    layers, and meanwhile the actor answers other calls.
     """
 
     _name = "worker"
@@ -27,7 +27,7 @@ class Actor:
         self._loaded, self._welcome = threading.Event(), threading.Event()
 
     def __repr__(self) -> str:
-        """What Ray puts before each line of its log, once it is made."""
+        """The name that Ray puts before each line of this actor's log."""
         return self._name
 
     def answer(self, patience_s: float) -> str | None:

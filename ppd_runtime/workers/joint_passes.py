@@ -1,4 +1,4 @@
-"""Computes what the machines of several requests ask for, batched where possible."""
+"""Computes for the machines of several requests, batched where possible."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,26 +18,26 @@ _Kind = TypeVar("_Kind", bound=Computation)
 
 
 class JointPasses:
-    """Gathers what is asked for, computes it, and says to whom each result belongs."""
+    """Gathers the computations of several requests, and gives each result with its request's session."""
 
     def __init__(self, stage: LayerRange, rows: TreeRange | None) -> None:
         self._stage, self._rows = stage, rows
         self._asked: list[tuple[Session, Computation]] = []
 
     def add(self, session: Session, computation: Computation) -> None:
-        """A request's machine waits for this."""
+        """Add a computation that a request's machine waits for."""
         self._asked.append((session, computation))
 
     @property
     def num_rows(self) -> int:
-        """Rows of all passes that are asked for."""
+        """The number of rows in all passes that wait to be computed."""
         return sum(len(asked.paths) for _, asked in self._asked if isinstance(asked, RowsPass))
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
     def results(self) -> Iterator[tuple[Session, Any]]:
-        """Compute what has been asked for until now, passes first: their states go on before the heads are computed."""
+        """Compute all that has been added, passes first, so that their states are sent before heads are computed."""
         asked, self._asked = self._asked, []
         yield from self._computed(_of_kind(asked, RowsPass), self._run_passes)
         yield from self._computed(_of_kind(asked, Logits), self._find_logits)

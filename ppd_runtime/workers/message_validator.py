@@ -1,4 +1,4 @@
-"""Whether messages fit this very model, which the wire format alone cannot tell."""
+"""Checks that messages fit the model, which the wire format alone cannot tell."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from ppd_runtime.workers.spec import WorkerSpec
 
 
 class MessageValidator:
-    """Checks what messages to a worker with these layers hold."""
+    """Checks the contents of messages to a worker with these layers."""
 
     def __init__(self, stage: LayerRange, spec: WorkerSpec) -> None:
         self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size

@@ -1,12 +1,13 @@
-"""Which requests may be under way, as far as their beginnings tell."""
+"""The requests that may still run, as far as their `Begin` messages tell."""
 
 from ppd_runtime.pipeline.messages import Begin
 
 
 class OpenRequests:
-    """The client numbers requests in the order in which they begin, and says with each which earlier ones are not over.
+    """The requests that may still run.
 
-    This stays true however late it comes: what is over does not begin again.
+    The client numbers requests in the order in which they begin. Each `Begin` names the earlier requests that are not
+    over. A late `Begin` stays true, because a request that is over does not begin again.
     """
 
     def __init__(self) -> None:
@@ -14,7 +15,7 @@ class OpenRequests:
         self._open: list[int] = []  # up to the newest
 
     def learn(self, begin: Begin) -> None:
-        """A request begins, or goes on."""
+        """Learn from a `Begin` which requests are over."""
         newest, earlier = begin.request, set(begin.under_way)
         if newest > self._newest:
             self._open = [*(r for r in sorted(earlier) if r in self and r < newest), newest]

@@ -1,8 +1,8 @@
 """One worker in a process of its own, from its specification as a line of text.
 
-A plain process reads the line from standard input and says on standard output, in one JSON line, that it has loaded its
-layers and which bits they give, or why it could not. It serves once it is told that the others have the same bits.
-Standard input stays open for as long as the process that started it runs: when it ends, the worker ends too.
+A plain process reads the line from standard input. Once its layers are loaded, it writes a line of JSON to standard
+output: its location and bits, or its error. It serves once it is told that the others have the same bits. When standard
+input is closed, because the process at its other end has ended, the worker ends too.
 """
 
 import contextlib
@@ -30,23 +30,23 @@ from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
 WELCOME = b"w"
-"""What a plain process is told, on standard input, before it serves."""
+"""The byte on standard input that tells a plain process to serve."""
 _MOST_PRIORITY = 40
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
-    """What a worker process is told, as one line of JSON, including the process' secret key if it has one."""
+    """A worker's specification and network as a line of JSON, with the process' secret key if it has one."""
     return json.dumps({"spec": asdict(spec), "network": asdict(network)}, default=_as_json)
 
 
 def read_order(order: str) -> tuple[WorkerSpec, Network]:
-    """What `start_order` wrote."""
+    """The specification and the network in a line that `start_order` wrote."""
     told = json.loads(order)
     return read_spec(told["spec"]), read_network(told["network"])
 
 
 def read_spec(fields: dict[str, Any]) -> WorkerSpec:
-    """The specification that `start_order` wrote."""
+    """The specification from its JSON fields, as `start_order` writes them."""
     info = fields["info"] | {
         "folder": Path(fields["info"]["folder"]),
         "eos_token_ids": frozenset(fields["info"]["eos_token_ids"]),
@@ -86,7 +86,7 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
 
 
 def open_worker(order: str, own_address: str = "", own_device: str = "", code: bytes = b"") -> tuple[Worker, Endpoint]:
-    """The worker that `start_order` described, its layers loaded, and its place in the network.
+    """The worker that `start_order` described, with its layers loaded, and its endpoint.
 
     If the order has keys but no interface, the interface is `own_address`, the address of this host. If it names no
     particular GPU, the GPU is `own_device`. `code` is a bundle that another worker has compiled.
@@ -106,10 +106,10 @@ def open_worker(order: str, own_address: str = "", own_device: str = "", code: b
 
 
 def _come_first(rank: int) -> None:
-    """Run this worker's process before those of higher ranks, if all have been given real-time priorities.
+    """Run this worker's process before those of higher ranks, if the system has given them real-time priorities.
 
-    On devices of their own none would wait for another. If they share cores, the worker whose work is least likely to
-    be used should wait. Not for threads of one process: they wait for each other's locks.
+    If workers share cores, the one whose work is least likely to be used should wait. This is not for threads of one
+    process, which wait for each other's locks.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_RR:
         with contextlib.suppress(PermissionError):
@@ -117,12 +117,12 @@ def _come_first(rank: int) -> None:
 
 
 def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
-    """What a worker says once it has loaded its layers, as one line of JSON."""
+    """The location and bits of a worker that has loaded its layers, as a line of JSON."""
     return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits())})
 
 
 def read_answer(line: str | bytes) -> tuple[str, Bits]:
-    """The location and bits of a worker that is ready; RuntimeError with the words of one that has failed."""
+    """The location and bits in a worker's answer; raises RuntimeError with the error of a failed worker."""
     try:
         answer = json.loads(line)
         if "error" not in answer:
@@ -134,8 +134,8 @@ def read_answer(line: str | bytes) -> tuple[str, Bits]:
 
 
 def serve_from_standard_input() -> None:
-    """Load the layers, say so, and serve, once welcome, until told to shut down or left alone."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    """Load the layers, answer, and serve from the welcome until a shutdown or the end of standard input."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print, and that is no answer
     order = sys.stdin.readline()
     welcome = threading.Event()
     threading.Thread(target=_answer_parent, args=(answers, welcome), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Messages that are of no use to a worker: it drops them, and tells a client whose request waits."""
+"""Drops messages that a worker cannot use, and tells the client if a request needs one."""
 
 import logging
 import time
@@ -11,17 +11,17 @@ from ppd_runtime.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 _NEEDED = frozenset(kind.__name__ for kind in (Begin, Token, CatchUp, PromptStates, Rows))
-"""What stages need to decide a token."""
-_TELL_AGAIN_S = 0.1  # what comes together is told once
+"""The kinds of messages that stages need to decide a token."""
+_TELL_AGAIN_S = 0.1  # messages that come together are reported once
 _MOST_TOLD = 256  # requests
 _MOST_REASON = 1000  # characters
 
 
 class Refusals:
-    """What one worker refuses.
+    """Decides which messages a worker drops.
 
-    To drop a speculative message only costs time, so it is only logged. The client hears of a dropped message that is
-    needed: it knows how long to wait for a resend.
+    A dropped speculative message costs only time, so it is only logged. The client is told of a dropped message that a
+    request needs, because the client knows how long to wait for a resend.
     """
 
     def __init__(self, spec: WorkerSpec, validator: MessageValidator) -> None:
@@ -29,7 +29,7 @@ class Refusals:
         self._told: dict[int, float] = {}  # when, by request
 
     def refuses(self, message: Message, endpoint: Endpoint) -> bool:
-        """Whether to drop a message; reports a drop."""
+        """Whether to drop a message; a drop is logged, and reported if the message is needed."""
         if isinstance(message, Unreadable):
             kind, fault = message.kind or "message", message.reason
         else:
@@ -51,7 +51,7 @@ class Refusals:
         return message.sender == CLIENT or (in_stages and kind in (*_NEEDED, "message"))
 
     def _may_tell(self, request: int, final: bool) -> bool:
-        """Limits reports of the same request."""
+        """Whether a report is due; limits the reports of one request."""
         now = time.monotonic()
         if not final and now < self._told.get(request, 0.0) + _TELL_AGAIN_S:
             return False

@@ -1,4 +1,4 @@
-"""One request's part in a worker: its machine and what that waits for, its times, and what it sends."""
+"""A request in a worker: its machine, the machine's wait, times, and messages to send."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,23 +26,23 @@ _SHOW_EVERY_S = 0.03
 _SILENCE_S = 10.0  # after which a client that asks is told whether there were passes
 _MOST_WORDS = 10_000  # characters of an error
 _STAMPED = (HeadStart, Entries, Rows)
-"""What the main process waits for."""
+"""The kinds that the deciding process waits for; they hold the time of sending."""
 
 
 Decider = MainProcess | LastStage | SingleStage
-"""A machine that decides."""
+"""The machine of the process that decides tokens."""
 Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
-"""Any other machine."""
+"""The machine of any other process."""
 
 
 class Session:
     """A request at a worker.
 
     Args:
-        endpoint: the worker's.
-        rank: the worker's.
-        begin: the request.
-        notes_verdicts: whether tokens say at once who was right, as in the paper's layout.
+        endpoint: the worker's endpoint.
+        rank: the worker's rank.
+        begin: starts the request.
+        notes_verdicts: whether a token says at once which sub-process was right, as in the paper's layout.
     """
 
     def __init__(self, endpoint: Endpoint, rank: int, begin: Begin, notes_verdicts: bool) -> None:
@@ -65,11 +65,11 @@ class Session:
         self._held: list[Token] = []  # consecutive
 
     def ask(self) -> None:
-        """From now on its machine waits for a computation."""
+        """Note that the machine waits for a computation from now on."""
         self._asked = time.perf_counter()
 
     def wait_for(self, wanted: WaitFor, layer_seconds: float, others: int) -> None:
-        """Begin a wait, with a deadline by this clock. `others` is the patience of all other requests."""
+        """Begin a wait and set its deadline. `others` is the sum of all other requests' patience."""
         if self.begin.watched and time.perf_counter() - self._shown > _SHOW_EVERY_S:
             self._show()
         self._asked, self.wanted = time.perf_counter(), wanted
@@ -79,8 +79,8 @@ class Session:
                 wanted.deadline = self._asked + max((wanted.patience + others) * layer_seconds, wanted.least_s)
 
     def note_reply(self, message: Message | None, was_away: bool) -> None:
-        """The wait is over. Until the message was sent the time counts as waiting, the rest as transfer. `was_away`:
-        another request had the worker meanwhile.
+        """Note the end of a wait. The time until the message was sent counts as waiting, the rest as transfer.
+        `was_away` says whether another request had the worker meanwhile.
         """
         began, ended = self._asked, time.perf_counter()
         if self.wanted.patience != 0 or was_away:
@@ -93,12 +93,12 @@ class Session:
         self.recorder.note_message(Kind.RECEIVE, began, ended, peer, message)
 
     def note_wait(self, ended: float) -> None:
-        """Its computation has waited until `ended` for those of others."""
+        """Note that the computation has waited until `ended` for those of other requests."""
         self._stalled += ended - self._asked
         self.recorder.note(Kind.WAIT, self._asked, ended)
 
     def send(self, addresses: Sequence[int], message: Message) -> None:
-        """The machine's `send`."""
+        """Send the machine's message; tokens are held back if the client takes them in batches."""
         if isinstance(message, _STAMPED):
             object.__setattr__(message, "sent_at", time.perf_counter())  # a copy takes ten microseconds
         for address in addresses:
@@ -110,14 +110,14 @@ class Session:
             self._note_token(addresses, message)
 
     def show_progress(self) -> None:
-        """The client asks again: tell it, from time to time, that passes ran, such as during a long prompt."""
+        """Answer a client that asks again: now and then, tell it that passes ran, such as those of a long prompt."""
         now, computed_s = time.perf_counter(), self.recorder.computed_s
         if self._rank == DECIDER and now - self._told > _SILENCE_S and computed_s > self._told_computed_s:
             self._told, self._told_computed_s = now, computed_s
             self._deliver(CLIENT, Tokens(self._rank, self.begin.request, 0, [], []))
 
     def finish(self, main: Decider, error: str = "") -> None:
-        """End a request in the main process, or a failed one: tell the client all that it has not been told."""
+        """End a request, perhaps with an error, in the process that decides: send held tokens, spans and the end."""
         self.release_tokens()
         ended, ledger = self.recorder.pause(), self.recorder.ledger()
         self.finished = Finished(
@@ -140,12 +140,12 @@ class Session:
         self._endpoint.send(CLIENT, self.finished)
 
     def report(self, helper: Helper) -> None:
-        """Any other process' end."""
+        """End a request in any other process: send the client spans and counts."""
         self._ship_spans()
         self._endpoint.send(CLIENT, helper.report())
 
     def finish_again(self, main: Decider, message: Message) -> None:
-        """Repeat the main process' end for a client that has missed something."""
+        """Send the end of a request again, and the tokens that a client lacks if it sends a `Begin`."""
         if isinstance(message, Begin):
             main.repeat(len(message.delivered))
             self.release_tokens()
@@ -153,7 +153,7 @@ class Session:
         self._endpoint.send(CLIENT, self.finished)
 
     def _show(self) -> None:
-        """Tell a watching client what was computed since last time."""
+        """Send a watching client the spans since the last time."""
         recorded = self.recorder.take_watched(self._rank)
         for message in pack(recorded, self.begin.request, watched=True) if recorded else ():
             self._endpoint.send(CLIENT, message)
@@ -178,8 +178,8 @@ class Session:
         self.recorder.note_message(Kind.SEND, began, time.perf_counter(), address, message)
 
     def _hold(self, token: Token) -> None:
-        """Hold back a token for the client; it hears often enough to know that this process runs."""
-        if self._held and token.position != self._held[-1].position + 1:  # the client is told some again
+        """Hold back a token, at most for a second: so the client knows that this process runs."""
+        if self._held and token.position != self._held[-1].position + 1:  # some are sent again
             self.release_tokens()
         self._held.append(token)
         if len(self._held) >= _MOST_HELD or time.perf_counter() - self._released > _LONGEST_HOLD_S:
@@ -195,7 +195,7 @@ class Session:
 
 
 def next_in_turn(sessions: Sequence[Session], works: Mapping[Session, Work]) -> Session:
-    """A session out of patience, or the next in turn."""
+    """The session to resume without a message: one whose deadline has passed, else the next in turn."""
     now = time.perf_counter()
     timed = [session for session in sessions if session.wanted.patience and session.wanted.deadline is not None]
     over = [session for session in timed if (session.wanted.deadline or 0.0) <= now]

@@ -1,4 +1,4 @@
-"""What a worker is told of itself."""
+"""The specification of a worker."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from ppd_runtime.settings.layouts import Layout, PaperLayout
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that one worker is started with."""
+    """All settings with which one worker starts."""
 
     rank: int
     layout: Layout
@@ -29,11 +29,11 @@ class WorkerSpec:
     threads: int
     exit_head: str | HeadInfo | OracleHead = SHARED
     cores: tuple[int, ...] = ()
-    """CPU cores to stay on; empty: wherever the system likes."""
+    """CPU cores that the worker is pinned to; empty: none in particular."""
     emulate: EmulatedDevice | None = None
-    """A slower device whose times to imitate; None: full speed."""
+    """A slower device whose times the worker imitates; None: full speed."""
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
-    """Files of compiled code, one a layer, by `PassKind`; empty: the library runs them."""
+    """Files of compiled code, one for each layer, by `PassKind`; empty: passes run uncompiled."""
 
     guess_tokens: tuple[int, ...] = ()
     """Tokens that this process' exit head guesses among, ascending; empty: the whole vocabulary."""
@@ -45,11 +45,11 @@ class WorkerSpec:
     """`SpeculationPolicy.way_seconds` of earlier runs."""
 
     has_whole_model: bool = False
-    """Whether a last stage may load all layers too, as their weights are in memory that the stages share."""
+    """Whether a last stage may load all layers too; their weights are in memory that the stages share."""
     prefix_cache_tokens: int = 0
     """Tokens of earlier prompts whose entries a stage keeps."""
     cache_tokens: int | None = None
-    """Tokens of all requests at once; None: unknown."""
+    """Room in the KV cache, in tokens of all requests at once; None: unknown."""
 
     def new_policy(self) -> SpeculationPolicy:
         """The deciding process' policy of how much to guess."""
@@ -64,21 +64,21 @@ class WorkerSpec:
 
     @property
     def pass_kinds(self) -> frozenset[int]:
-        """The kinds of passes that it runs: over one token, and over its candidates or rows."""
+        """The kinds of passes that the worker runs: over one token, and over its candidates or rows."""
         several = self.layout.candidates(self.rank) if isinstance(self.layout, PaperLayout) else PassKind.SEVERAL
         return frozenset({PassKind.ONE, several})
 
     @property
     def code_kinds(self) -> frozenset[int]:
-        """Kinds with compiled code: its passes and its head."""
+        """The kinds that need compiled code: those of passes, and that of the head."""
         return self.pass_kinds | {head_kind(len(self.guess_tokens))}
 
     @property
     def first_layer(self) -> int:
-        """The first layer that it holds, from 0."""
+        """The first layer that the worker holds, from 0."""
         return self.layout.layers(self.rank, self.info.num_layers)[0]
 
     @property
     def num_layers(self) -> int:
-        """Layers up to its last one: all of them, those of a head start, or those up to its cut."""
+        """The number of layers up to the worker's last one: all, those of the head start, or up to the cut."""
         return self.layout.layers(self.rank, self.info.num_layers)[1]

@@ -54,9 +54,9 @@ _MOST_EARLY = 64  # such messages kept
 class Worker:
     """One process of the pipeline: loads its layers when made, then serves requests.
 
-    Each request has a machine of its own. A message goes to its request's machine at once, and all machines that could
-    compute wait for a turn: first what is needed (certain tokens, prompts), then what only speculates, and among these
-    the request that has waited for the most turns. So no request starves, and a prompt's chunks alternate with the
+    Each request has a machine of its own. A message goes to its request's machine at once. Machines that could compute
+    wait for a turn: first those with needed work (certain tokens, prompts), then those that only speculate, and among
+    equals the request whose last turn is longest ago. So no request starves, and a prompt's chunks alternate with the
     others' tokens.
     """
 
@@ -91,7 +91,7 @@ class Worker:
         self._early: deque[Message] = deque(maxlen=_MOST_EARLY)  # from stages
 
     def bits(self) -> Bits:
-        """What must equal the other workers' before it serves; two hosts may have different models at one path."""
+        """Bits that must equal the other workers', with the model's files: hosts may have other files at one path."""
         with current_device(self.spec.device):
             bits = bits_of(self.stage, with_head=not self.spec.guess_tokens)
         return replace(bits, hashes={**bits.hashes, "the model's files": model_fingerprint(self.spec.info)})
@@ -140,7 +140,7 @@ class Worker:
         return None if earliest is None else max(earliest - time.perf_counter(), 0)
 
     def _give_turn(self) -> None:
-        """Without a message, have a machine go on, and others whose rows fit into the same pass."""
+        """Resume a machine without a message, and others whose rows fit into the same pass."""
         if len(self._sessions) == 1:
             (only,) = self._sessions.values()
             self._go_on(only, self._role.rows)
@@ -159,7 +159,7 @@ class Worker:
         self._join(works, only_little=work == Work.LITTLE)
 
     def _join(self, works: dict[Session, Work], only_little: bool) -> None:
-        """Have others go on that also decide, or whose rows fit into the pass that is asked for."""
+        """Resume others: those that also have little to do, or whose rows fit into the pass that is asked for."""
         while works and (only_little or self._joint):
             session = min(works, key=lambda session: (works[session], session.last_turn))
             work = works.pop(session)
@@ -171,7 +171,7 @@ class Worker:
                 return
 
     def _room(self, work: Work, later: Collection[Work]) -> int:
-        """Rows that a machine may have of the next pass, if `later` ones want theirs; certain tokens come first."""
+        """Rows that a machine may have in the next pass if `later` works follow; certain tokens come first."""
         taken = self._joint.num_rows
         if work == Work.SPECULATION:
             return -(-(self._role.rows - taken) // (1 + len(later)))
@@ -215,7 +215,7 @@ class Worker:
         self._past = {request: session for request, session in self._past.items() if request in self._requests}
 
     def _is_new(self, begin: Begin) -> bool:
-        """Whether a request has not ended here, or begins anew as the last stage was lost after its end."""
+        """Whether a request is new here, or begins again because the last stage was lost after its end here."""
         if begin.request in self._past:
             return self._role.follows and begin.epoch > self._past[begin.request].begin.epoch
         return begin.request in self._requests
@@ -240,19 +240,19 @@ class Worker:
                 self._step(session, message)
 
     def _step(self, session: Session, reply: Message | None) -> None:
-        """Have a machine go on, with a message or without one, to its next wait."""
+        """Resume a machine with a message, or without one, until its next wait."""
         session.note_reply(reply, self._active is not session)
         self._resume(session, reply)
         self._compute()
 
     def _compute(self) -> None:
-        """Give the machines what they have asked for, until all wait for messages again."""
+        """Compute for the machines, and resume them, until all wait for messages."""
         while self._joint:
             for session, result in self._joint.results():
                 self._resume(session, result)
 
     def _resume(self, session: Session, reply: Any) -> None:
-        """Have a machine go on to its next wait."""
+        """Resume a machine until its next wait, or its end."""
         self._active, self.stage.recorder = session, session.recorder
         assert session.running is not None
         try:
@@ -275,7 +275,7 @@ class Worker:
         session.wait_for(wanted, self.stage.layer_seconds, others)
 
     def _end(self, session: Session, error: str = "") -> None:
-        """Its machine has come to its end, or the request has failed."""
+        """End a request whose machine has ended, or which has failed with `error`."""
         machine = session.machine
         if isinstance(machine, Decider):
             session.finish(machine, error)
@@ -295,7 +295,7 @@ class Worker:
         self._role.release(session)
 
     def _answer(self, message: Message) -> None:
-        """The client may have missed a request's end, or this process its beginning."""
+        """Answer a client that has missed a request's end, or whose request this process has never seen."""
         session = self._past.get(message.request)
         if isinstance(message, Begin | Cancel) and session and isinstance(session.machine, Decider):
             session.finish_again(session.machine, message)
@@ -303,7 +303,7 @@ class Worker:
             self._endpoint.send(CLIENT, Finished.cut_short(message.request))
 
     def _ask_for(self, message: Message) -> None:
-        """Ask the main process for a request that it has begun, if its `Begin` has not come or it is over here."""
+        """Ask the main process for the `Begin` of a running request, if it has not come or the request is over here."""
         request = message.request
         if isinstance(message, Begin) and self._role.follows and request in self._past:
             epoch = self._past[request].begin.epoch
@@ -318,13 +318,13 @@ class Worker:
                 self._early.append(message)
 
     def _decode(self, session: Session, sampler: Sampler) -> Machine:
-        """Run the machine of the process that decides."""
+        """The running machine of the process that decides tokens."""
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, session.begin.prompt_ids)
         session.machine = decider = self._role.decider(session, self._policy)
         return decider.decode(sampler, stop)
 
     def _help(self, session: Session, sampler: Sampler) -> Machine:
-        """Run the machine of any other process."""
+        """The running machine of any other process."""
         session.machine = helper = self._role.helper(session, self._exit_head(sampler, session.recorder))
         return helper.serve()
 

@@ -1,7 +1,7 @@
 """The main process: full-depth decoding that continues from a sub-process' early start if one is right.
 
-Algorithm 2 of the paper, main side. Sub-processes can only make a token come sooner, never change it: each token is the
-full-depth one.
+Algorithm 2 of the paper, main side. Sub-processes can make a token come sooner but never change it: full depth decides
+each token.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ _MOST_CAUGHT_UP = 64  # tokens whose entries are sent, between two tokens, to a 
 
 @dataclass
 class _Heard:
-    """What the sub-processes have said about one position, by rank."""
+    """The sub-processes' messages about one position, by rank."""
 
     candidates: dict[int, Candidate] = field(default_factory=dict)
     head_starts: dict[int, HeadStart] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class MainProcess:
     """Decodes one request; `stage` holds all layers, `exit_layer` is d̄, `subs` are the sub-processes' ranks,
     none for a last stage that decodes alone.
 
-    With `shares_exit_states` off, for one that runs ahead, sub-processes are told tokens only. While the `policy`
-    guesses nothing they are told nothing, and decoding is ordinary in every respect.
+    Without `shares_exit_states` the sub-processes receive tokens only, as the one that runs ahead needs. While the
+    `policy` guesses nothing they receive nothing, and decoding is ordinary in every respect.
 
     The successor of a lost main process begins after the tokens that the client has. It runs them one by one, like
     ordinary decoding, so that its caches hold the same bits.
@@ -75,7 +75,7 @@ class MainProcess:
         self.head_start = stage.num_layers - exit_layer
         self.history = list(begin.prompt_ids)
         self.told: list[Token] = []
-        """What the client has been sent, in case it asks for it again."""
+        """The tokens that the client has been sent, in case it asks for them again."""
         self.finish_reason = ""
         self.layer_passes = 0
         """Layer passes on the path of the tokens."""
@@ -90,7 +90,7 @@ class MainProcess:
         self.asked: set[int] = set()
         """Positions that candidates were asked for."""
         self.foreseen: set[int] = set()
-        """Asked positions where one was right, even if late."""
+        """The positions in `asked` where a candidate was right, even if late."""
         self._missing: dict[int, int] = {}  # the first position that a sub-process lacks, by rank
         self._cancelled = False
         self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
@@ -111,7 +111,7 @@ class MainProcess:
             self._tell_client(last, NOT_ASKED)
 
     def counts(self) -> dict[str, Any]:
-        """Fields of `PathStats`."""
+        """The request's counts, as fields of `PathStats`."""
         return {
             "main_layer_passes": self.layer_passes,
             "main_recomputed_layer_passes": self.recomputed_layer_passes,
@@ -121,14 +121,14 @@ class MainProcess:
         }
 
     def repeat(self, delivered: int) -> None:
-        """Send the client again what follows the first `delivered` tokens after the prompt."""
+        """Send the client again the tokens that follow the first `delivered` ones after the prompt."""
         for message in self.told[max(delivered - len(self.begin.delivered), 0) :]:
             self.send((CLIENT,), message)
 
     def _replay(self, stop: StopRule) -> Generator[Awaited, Any, list[int]]:
         """Run the prompt and the tokens that the client already has, except the newest, which is returned.
 
-        Without such tokens, return the prompt.
+        If the client has none, the prompt is returned and nothing runs.
         """
         inputs, delivered = list(self.history), self.begin.delivered
         reasons = [stop.finish_reason(token) for token in delivered]
@@ -145,7 +145,7 @@ class MainProcess:
         return inputs
 
     def _go_on(self, inputs: list[int] | Tensor, sampler: Sampler, stop: StopRule) -> Generator[Awaited, Any, int]:
-        """Decode on; returns the last token."""
+        """Decode to the end of the text; returns the last token."""
         first_layer, asked = 0, False
         while True:
             hidden = yield from self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
@@ -174,7 +174,7 @@ class MainProcess:
                 first_layer, inputs = 0, [token]
 
     def _pass(self, first_layer: int, inputs: list[int] | Tensor, ask: bool) -> Generator[Awaited, Any, Tensor]:
-        """The rest of one pass, from `first_layer` to full depth; the exit layer's state goes out on the way."""
+        """Run a pass from `first_layer` to full depth; with `ask`, send the exit layer's state on the way."""
         size = len(inputs) if isinstance(inputs, list) else inputs.shape[1]
         newest = len(self.history) - 1
         start = newest + 1 - size
@@ -193,7 +193,7 @@ class MainProcess:
         self.send((CLIENT,), certain)
 
     def _tell_subs(self, token: int, winner: int, hidden: Tensor | None) -> None:
-        """Tell the sub-processes the newest token; after a pause, all that they have missed."""
+        """Send the sub-processes the newest token; after a pause, all tokens that they have missed."""
         first, newest = self._told, len(self.history) - 1
         if not self._asks:
             return
@@ -212,7 +212,7 @@ class MainProcess:
         return CatchUp(DECIDER, self.begin.request, first, tokens, entries)
 
     def _answer_missing(self) -> None:
-        """Tell sub-processes what they lack; those that lack more than a message holds will say so again."""
+        """Send sub-processes the tokens that they lack; one that lacks more than a message holds asks again."""
         if not (self._asks and self._missing):
             return
         behind = len(self.begin.prompt_ids)
@@ -225,9 +225,9 @@ class MainProcess:
     def _settle(self, token: int) -> Generator[Awaited, Any, HeadStart | None]:
         """The early start of the newest token, or None.
 
-        Only a sub-process that has named this token is waited for, and no longer than its layers would take here: a
-        candidate that is not named yet cannot be ready sooner. A state that is not finite is not used: the numbers may
-        come from another candidate that ran with it or in the same rows.
+        This waits only for a sub-process that has named the token, and at most for the time that its layers would take
+        here: a candidate that is not named yet cannot be ready sooner. A state that is not finite is not used, because
+        its numbers may come from another candidate of the same pass.
         """
         position = len(self.history) - 1
         while not self._asks or self._early_start(position, token) is None:
@@ -256,9 +256,10 @@ class MainProcess:
         return self._note_way(early if is_used else None)
 
     def _note_way(self, early: HeadStart | None) -> HeadStart | None:
-        """Have the policy count the token, and follow it; returns the early start to use.
+        """Have the policy time the newest token, and follow its choice; returns the early start to use.
 
-        Sub-processes still hear of the first token after their last early start, whose entries are fetched then.
+        When guessing stops, sub-processes still receive the first token after their last early start, so that they send
+        its entries.
         """
         self.policy.note(len(self.history))
         guesses = self.policy.guessing != Guessing.NOTHING
@@ -274,7 +275,7 @@ class MainProcess:
         return next((early for early in head_starts if self._is_right(early, token)), None)
 
     def _is_right(self, named: Candidate | HeadStart, token: int, position: int | None = None) -> bool:
-        """Whether it names the token at a position (default: the newest) and started from this very text."""
+        """Whether a message names `token` at `position` (default: the newest) and started from this text."""
         path, end = named.path, len(self.history) - 1 if position is None else position
         return token in named.token_ids and (not path or self.history[end - len(path) : end] == path)
 
@@ -285,17 +286,17 @@ class MainProcess:
             self.foreseen.add(position)
 
     def _awaited(self, position: int, token: int) -> list[int]:
-        """The sub-processes whose early start of `token` is on its way; none once there is one."""
+        """Ranks of sub-processes whose early start of `token` is on its way; empty once one has come."""
         heard = self._heard[position]
         if self._cancelled or self._early_start(position, token):
             return []
         named_it = [rank for rank, named in heard.candidates.items() if self._is_right(named, token)]
-        if position % _SECOND_CHANCE == 0:  # else one that is always a little late never learns how late
+        if position % _SECOND_CHANCE == 0:  # one that is always a little late gets a chance
             return named_it
         return [rank for rank in named_it if self._absences[rank] < _MOST_ABSENCES]
 
     def _fill_gaps(self) -> Machine:
-        """Bring the first layers' caches up to the newest token, after the hits whose passes began elsewhere."""
+        """Complete the first layers' caches up to the newest token: sub-processes ran these layers for hits."""
         newest = len(self.history) - 1
         wanted = WaitFor(self.head_start)
         while (position := self.stage.length(0)) < newest:

@@ -1,8 +1,8 @@
-"""A lone sub-process that runs ahead: it starts the token after its candidate before it hears if it was right.
+"""A lone sub-process that runs ahead: it starts the next token before it hears whether its candidate was right.
 
 With one candidate a token and the exit at half depth, the state after a candidate's early layers *is* the exit state of
-the next token. So this sub-process needs to hear tokens only, and a hit costs no hop: the main process finds the next
-early start waiting. This goes beyond Algorithm 2 of the paper, whose sub-processes wait for each exit state.
+the next token. So this sub-process only needs to receive tokens, and a hit costs no hop: the next early start is at the
+main process already. This goes beyond Algorithm 2 of the paper, whose sub-processes wait for each exit state.
 """
 
 from collections.abc import Generator
@@ -35,9 +35,9 @@ _MOST_AHEAD = 2  # candidates beyond the last certain token; a second one in sto
 class RunAheadSubProcess:
     """Serves one request as the only sub-process, `rank` 1; the exit head reads the states of its own stage.
 
-    Its candidates form a chain. When a token contradicts it, the rest of the chain is dropped, in the middle of a pass
-    if need be. Candidates name the part of the chain that was not certain yet, so that the main process takes none
-    that was started from another text.
+    Its candidates form a chain. When a token contradicts the chain, the rest of it is dropped, also in the middle of a
+    pass. Each candidate names the part of the chain that was not certain yet, so that the main process takes no
+    candidate that was started from another text.
     """
 
     def __init__(self, stage: LayerRange, exit_head: ExitHead, rank: int, send: Send, begin: Begin) -> None:
@@ -61,7 +61,7 @@ class RunAheadSubProcess:
         self._over = False
 
     def report(self) -> Report:
-        """The request's counts here."""
+        """This process' counts of the request."""
         return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
@@ -133,7 +133,7 @@ class RunAheadSubProcess:
             self._take_missed(message)
 
     def _ask(self, position: int) -> None:
-        """After news of a token at `position`, say which is the first missing token."""
+        """Report the first missing token, after news of the token at `position`."""
         if position >= self._ask_at:
             self.send((DECIDER,), Missing(self.rank, self.begin.request, self._certain))
             self._ask_at = position + _ASK_AGAIN
@@ -158,7 +158,7 @@ class RunAheadSubProcess:
         self._entries.update((at, entry) for at, entry in entries if at >= position)
 
     def _go_on_from(self, position: int, token_ids: list[int]) -> None:
-        """Replace what the chain holds from `position` on by certain tokens."""
+        """Replace the chain from `position` on by certain tokens."""
         if len(self.chain) > position:
             self.stage.truncate(position)
             self._forks += 1

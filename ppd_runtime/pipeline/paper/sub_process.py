@@ -1,8 +1,8 @@
 """A sub-process: starts the next token from its candidates while the main process finishes the current one.
 
 Algorithm 2 of the paper, sub side. It holds the embedding, the head-start layers and an exit head, keeps its cache
-coherent by itself, and pushes what it has without being asked. With fewer sub-processes than candidates, it runs
-several candidates of one position in one pass.
+coherent by itself, and sends its results without being asked. With fewer sub-processes than candidates, it runs several
+candidates of one position in one pass.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class SubProcess:
     """Serves one request with its share of the k candidates; `subs` are all W sub-processes' ranks, 1 to W.
 
     Its candidates have the ranks `rank`, `rank` + W, `rank` + 2W, …: each sub-process has one of the likeliest. With
-    `ranks_ahead` it ranks what follows its likeliest early start before it is asked, which pays if a message's round
-    trip takes as long as the exit head.
+    `ranks_ahead` it ranks the tokens that may follow its likeliest candidate before it is asked. This pays if a
+    message's round trip takes as long as the exit head.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SubProcess:
         self._over = False
 
     def report(self) -> Report:
-        """The request's counts here."""
+        """This process' counts of the request."""
         return Report(self.rank, self.begin.request, self.layer_passes, self.coherence_layer_passes)
 
     def serve(self) -> Machine:
@@ -130,9 +130,9 @@ class SubProcess:
         self._ahead = hidden[:, :1] if wanted else None
 
     def _foresee(self, state: Tensor) -> Machine:
-        """Rank what follows the likeliest token on trial, before it is known whether that token is right.
+        """Rank the tokens that may follow the likeliest candidate, before it is known whether that candidate is right.
 
-        If it is, the main process asks for just these candidates: the time that its message takes is not lost.
+        If it is right, the main process asks for exactly these tokens, and they are ranked already.
         """
         text = [*self.history, self._trial[0]]
         self._foreseen, self._ahead = (len(text), (yield Call(self.exit_head.candidates, state, text, self.k))), None
@@ -154,7 +154,7 @@ class SubProcess:
                     self._winners[position] = MISS  # waiting longer would cost more than computing
 
     def _settle_trial(self, position: int, token: int) -> bool:
-        """Keep only the right candidate's entries, or none; returns whether the cache holds it."""
+        """Keep only the right candidate's entries, or none; returns whether the cache holds the token."""
         tokens, self._trial = self._trial, ()
         if token in tokens:
             self.stage.keep_candidate(position, tokens.index(token))
@@ -195,7 +195,7 @@ class SubProcess:
             self._keep(message.entries, message.position)
 
     def _ask(self, position: int) -> None:
-        """After news of a token at `position`, say which is the first missing token."""
+        """Report the first missing token, after news of the token at `position`."""
         if position >= self._ask_at:
             self.send((DECIDER,), Missing(self.rank, self.begin.request, len(self.history)))
             self._ask_at = position + _ASK_AGAIN
@@ -220,7 +220,7 @@ class SubProcess:
                 self._ship_entries()
 
     def _ship_entries(self) -> None:
-        """Send the entries of the token that this process won, if it has not yet."""
+        """Send the entries of the token that this process won, unless they have been sent."""
         if self._owed is not None:
             entries = self.stage.export_entries(self._owed, self._owed + 1, self.stage.num_layers)
             self.send(self._peers, Entries(self.rank, self.begin.request, self._owed, entries))

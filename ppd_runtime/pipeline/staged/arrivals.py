@@ -21,14 +21,14 @@ class Arrivals:
         self._orphans: deque[tuple[Rows, int]] = deque(maxlen=_MOST_ORPHANS)  # rows whose parents have not come
 
     def take(self, rows: Rows) -> None:
-        """Add rows that may come true."""
+        """Add the nodes of rows that may still become certain."""
         coming = [(rows, row) for row in range(len(rows.nodes))]
         while coming:
             came = [number for rows, row in coming if (number := self._take_row(rows, row)) is not None]
             coming = [(rows, row) for rows, row in self._orphans if rows.parents[row] in came]
 
     def _take_row(self, rows: Rows, row: int) -> int | None:
-        """The node's number, if it is new."""
+        """Add a row's node, or keep the row until its parent comes; returns the number of a new node."""
         number, parent, position = rows.nodes[row], rows.parents[row], rows.positions[row]
         node = self._tree.add(number, rows.token_ids[row], position, parent)
         if node is not None:
@@ -42,7 +42,7 @@ class Arrivals:
     def next_pass(self) -> list[Node]:
         """The nodes to run next: of the pass with a certain token, else of the oldest pass; empty if none waits.
 
-        Uncertain nodes wait while the stage has no room, until a certain token says what it may drop.
+        While the stage has no room, uncertain nodes wait until a certain token frees some.
         """
         self._waiting = [node for node in self._waiting if not node.is_dropped]
         ready = self._ready()
@@ -58,7 +58,7 @@ class Arrivals:
         return chosen
 
     def work(self) -> Work:
-        """Kind of the next pass."""
+        """The kind of work of the next pass."""
         ready = self._ready()
         if any(node.is_certain for node in ready):
             return Work.NEEDED

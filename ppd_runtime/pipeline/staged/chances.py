@@ -9,24 +9,24 @@ Guess = tuple[int, float]
 
 _BINS = 8  # bins of a head's probability
 _PRIOR_WEIGHT = 4.0  # the head's weight, in trials
-_OVERRULED = 0.1  # share of the rest for a token that a later boundary dropped
+_OVERRULED = 0.1  # share of the probability left, for a token that a later boundary no longer names
 _MILLION = 10**6
 
 
 class GuessRecord:
-    """Counts how often guesses were right, by boundary, rank and what the head said."""
+    """Counts how often guesses were right, by boundary, rank and the head's probability."""
 
     def __init__(self) -> None:
         self._trials: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         self._hits: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def chance(self, boundary: int, rank: int, said: float) -> float:
-        """The chance of a guess that a boundary's head put at `rank` (from 0) with chance `said`."""
+        """The chance that a guess is right if its boundary's head gave it `rank` (from 0) and the chance `said`."""
         cell = (boundary, rank, _bin(said))
         return (self._hits[cell] + _PRIOR_WEIGHT * said) / (self._trials[cell] + _PRIOR_WEIGHT)
 
     def learn(self, boundary: int, guesses: Sequence[Guess], token: int) -> None:
-        """Count a boundary's guesses where `token` was right."""
+        """Count a boundary's guesses at a place where `token` was right."""
         for rank, (guessed, said) in enumerate(guesses):
             cell = (boundary, rank, _bin(said))
             self._trials[cell] += 1
@@ -39,12 +39,12 @@ def _bin(said: float) -> int:
 
 @dataclass
 class Successors:
-    """What the boundaries have named to follow one node."""
+    """The tokens that boundaries have named to follow one node."""
 
     by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
 
     def chances(self, calibration: GuessRecord) -> dict[int, float]:
-        """Each named token with its chance, by the latest boundary that named any."""
+        """The chance of each named token; the latest boundary that named tokens overrules the others."""
         if not self.by_boundary:
             return {}
         latest = max(self.by_boundary)
@@ -63,18 +63,18 @@ class Successors:
         return next(named, None)
 
     def learn(self, calibration: GuessRecord, token: int) -> None:
-        """`token` was right."""
+        """Count the guesses of all boundaries: `token` was right."""
         for boundary, guesses in self.by_boundary.items():
             calibration.learn(boundary, guesses, token)
 
 
 def in_millionths(guesses: Sequence[Guess]) -> tuple[int, ...]:
-    """The guesses' chances for a message."""
+    """The chances of guesses in millionths, as a message holds them."""
     return tuple(round(_MILLION * min(max(0.0, said), 1.0)) for _, said in guesses)
 
 
 def of_message(token_ids: Sequence[int], chances: Sequence[int], num_nodes: int) -> list[list[Guess]]:
-    """The guesses for each of `num_nodes` nodes, which a message holds in one list."""
+    """The guesses for each of `num_nodes` nodes, from the lists in which a message holds them."""
     guesses = [(token, said / _MILLION) for token, said in zip(token_ids, chances, strict=True)]
     size = len(guesses) // max(num_nodes, 1)
     return [guesses[i * size : (i + 1) * size] for i in range(num_nodes)]

@@ -1,4 +1,4 @@
-"""What all stages but the last have in common: a request's attempts, and what they know of the certain tokens."""
+"""The common part of all stages but the last: a request's attempts and its certain tokens."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -30,17 +30,17 @@ from ppd_runtime.pipeline.staged.tree import Node, NodeTree, merged
 from ppd_runtime.settings.layouts import DECIDER
 
 _ASK_AGAIN = 8  # tokens or messages later, since the answer may be lost
-_MOST_EARLY = 64  # messages of an attempt whose beginning has not come
+_MOST_EARLY = 64  # messages kept of an attempt whose `Begin` has not come
 _MOST_SENT = 256  # kept rows for the next stage, in case it asks for them again
 
 
 class FollowerStage(ABC):
-    """A stage with a boundary after it, numbered by its rank; the last stage is DECIDER.
+    """A stage with a boundary after it, which has the number of the stage's rank. The last stage is DECIDER.
 
     Args:
-        head: names what may follow a node from the states after this stage.
-        k: candidates that it names.
-        num_stages: of the layout.
+        head: names tokens that may follow a node, from the node's state after this stage.
+        k: number of candidates that the head names.
+        num_stages: number of stages in the layout.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class FollowerStage(ABC):
         self.guessing = begin.guessing
         """What to guess after the newest token, a `Guessing`."""
         self.leaves_passes = True
-        """Whether it checks between layers for dropped nodes."""
+        """Whether speculative passes check between layers for dropped nodes."""
 
     def take_turn(self, rows: int, is_alone: bool) -> None:
-        """Go on with at most `rows` of a pass; several requests' rows run through all layers together."""
+        """Note whether the request is alone: rows of several requests run through all layers of a pass."""
         self.leaves_passes = is_alone
 
     def serve(self) -> Machine:
@@ -118,12 +118,12 @@ class FollowerStage(ABC):
         return len(self.begin.prompt_ids) + self.begin.params.max_new_tokens - 2
 
     def report(self) -> Report:
-        """The request's counts here."""
+        """This stage's counts of the request."""
         return Report(self.rank, self.begin.request, self.layer_passes, 0)
 
     @abstractmethod
     def _work(self) -> Work:
-        """What it does next without a message."""
+        """The kind of work that this stage does next without a message."""
 
     def _take_all(self) -> Machine:
         while not self._ends and (message := (yield WaitFor(0, work=self._work))) is not None:
@@ -154,7 +154,7 @@ class FollowerStage(ABC):
         """Take a message of this attempt."""
 
     def _keep_early(self, message: Message) -> None:
-        """Its attempt's `Begin` is on its way, or lost."""
+        """Keep a message of an attempt whose `Begin` has not come, and ask for the `Begin` from time to time."""
         self._early.append(message)
         if self._num_early % _ASK_AGAIN == 0:
             self._ask_from(len(self.history))
@@ -175,7 +175,7 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _ask_stage_before(self) -> None:
-        """Ask for what may have been lost on the way."""
+        """Ask the stage before for messages that may have been lost."""
 
     def _send_on(self, message: PromptStates | Rows) -> None:
         if isinstance(message, Rows):
@@ -185,7 +185,7 @@ class FollowerStage(ABC):
         self.send((self.next,), message)
 
     def _send_again(self, missing: Missing) -> None:
-        """Send the next stage what it needs from its missing position on."""
+        """Send the next stage again the states from its missing position on."""
         if missing.sender != self.next or missing.epoch != self.begin.epoch:
             return
         sent: tuple[PromptStates | Rows, ...] = (*self._sent_prompt, *self._sent)
@@ -204,7 +204,7 @@ class FollowerStage(ABC):
             self._learn(known)
 
     def _learn(self, known: int) -> None:
-        """Tokens after the `known` ones became certain."""
+        """Follow the tokens after the first `known` ones, which have become certain."""
         for position in range(known, len(self.history)):
             if self.tree.root.position == position - 1:
                 self._tally(self.history[position])
@@ -212,10 +212,10 @@ class FollowerStage(ABC):
 
     @abstractmethod
     def _tally(self, token: int) -> None:
-        """`token` follows the newest certain node."""
+        """Count which boundary named `token`, which follows the newest certain node."""
 
     def _look(self) -> Generator[Awaited, Any, bool]:
-        """Take messages between a speculative pass' layers; whether the attempt is over."""
+        """Take messages between the layers of a speculative pass; returns whether the attempt is over."""
         while not self._ends and (message := (yield WaitFor(0, work=_speculation))) is not None:
             self._take(message)
         return self._ends
@@ -223,7 +223,7 @@ class FollowerStage(ABC):
     def _run(
         self, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, pass_number: int
     ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
-        """Run nodes as one pass, and send on those that may still come true; see `run_nodes`."""
+        """Run nodes as one pass, and send on those that may still become certain; see `run_nodes`."""
         look = self._look if self.leaves_passes else None
         running, hidden = yield from run_nodes(self.stage, self.tree, nodes, inputs, look)
         if running:
@@ -249,7 +249,7 @@ class FollowerStage(ABC):
     ) -> Generator[Computation, Sequence[Sequence[Guess]], list[tuple[Node, Sequence[Guess]]]]:
         """Guesses for each node that nothing certain follows yet; `hidden` has a row for each node.
 
-        They are empty if the head is not asked.
+        While exit heads do not guess, the guesses are empty.
         """
         open_ = [
             row

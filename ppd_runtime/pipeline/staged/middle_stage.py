@@ -1,4 +1,4 @@
-"""A stage in the middle: runs what comes, certain tokens first, passes it on, and names what may follow."""
+"""A stage in the middle: runs arriving nodes, certain tokens first, sends on their states, and names successors."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class MiddleStage(FollowerStage):
                 self._take(message)
 
     def _tally(self, token: int) -> None:
-        """The first stage counts."""
+        """Does nothing: the first stage counts."""
 
     def _work(self) -> Work:
         if self._prompt.next_position is not None:
@@ -59,7 +59,7 @@ class MiddleStage(FollowerStage):
             self._name((yield from self._guesses(nodes, hidden)), number)
 
     def _name(self, named: Sequence[tuple[Node, Sequence[Guess]]], pass_number: int) -> None:
-        """If anything is guessed, tell the first stage what may follow, and this stage's progress."""
+        """While anything is guessed, send the first stage the guesses, which also show this stage's progress."""
         if self.guessing == Guessing.NOTHING:
             return
         named = [(node, of_node) for node, of_node in named if of_node]
@@ -80,6 +80,6 @@ class MiddleStage(FollowerStage):
             self._prompt.take(message)
         elif isinstance(message, Rows):
             self._arrivals.take(message)
-            if not (self._prompt.has_come or self._has_asked):  # it came to a predecessor, or nowhere
+            if not (self._prompt.has_come or self._has_asked):  # it came to a process before this one, or was lost
                 self._has_asked = True
                 self._ask_from(0)

@@ -7,12 +7,12 @@ from ppd_runtime.pipeline.staged.chances import Guess
 _SHORTEST, LONGEST = 2, 7
 """Length of a match in tokens."""
 _SAID = {2: 0.3, 3: 0.45, 4: 0.55, 5: 0.7, 6: 0.8, 7: 0.9}
-"""The chance that the token after a match of this length is right, before experience; it picks the bin of
-`GuessRecord`."""
+"""The chance that the token after a match of this length is right; it chooses the bin of `GuessRecord`, which then
+counts."""
 
 
 class Repetitions:
-    """Where each n-gram of a growing text last stood before its end."""
+    """The last place of each n-gram in a growing text, except at the text's end."""
 
     def __init__(self) -> None:
         self._behind: dict[tuple[int, ...], int] = {}  # the place after an n-gram
@@ -29,9 +29,9 @@ class Repetitions:
         self._known = len(history)
 
     def guess(self, text: Sequence[int]) -> Guess | None:
-        """What followed the text's longest known ending where it last stood; None if none is known.
+        """The token that followed the last occurrence of the text's longest ending that occurs in the history; or None.
 
-        `text` is the history, perhaps with candidates after it; its end is enough.
+        `text` is the history, perhaps with candidates after it; only its last tokens are needed.
         """
         for size in range(min(LONGEST, len(text)), _SHORTEST - 1, -1):
             if (place := self._behind.get(tuple(text[-size:]))) is not None:

@@ -1,4 +1,4 @@
-"""A pass over rows, which stops between two layers once a decision has dropped all of them."""
+"""A pass over rows, which stops between two layers once a decision has dropped all rows."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from ppd_runtime.pipeline.staged.ports import RowsPass
 from ppd_runtime.pipeline.staged.tree import Node, NodeTree
 
 Look = Callable[[], Generator[Awaited, Any, bool]]
-"""Takes waiting messages; returns True if the pass is of no use, whatever its rows are."""
+"""Takes waiting messages; returns True if the whole pass is of no use."""
 
 
 def run_nodes(
     stage: TreeRange, tree: NodeTree, nodes: Sequence[Node], inputs: Sequence[int] | Tensor, look: Look | None
 ) -> Generator[Awaited, Any, tuple[list[Node], Tensor]]:
-    """Run nodes as one pass; returns those that may still come true, and their states `[1, nodes, hidden_size]`.
+    """Run nodes as one pass; returns those that may still become certain, and their states `[1, nodes, hidden_size]`.
 
-    If no node is certain, it looks for decisions every few layers and goes on with the remaining rows. With none left
-    it stops and tells the tree of no node: their entries in the stage are free again. A pass with a certain token runs
-    through. `look` is None if other requests wait for this pass.
+    If no node is certain, the pass looks for decisions every few layers and goes on with the remaining rows. If no row
+    remains, the pass stops, the tree is told of no node, and the stage's entries of the nodes are free again. A pass
+    with a certain token runs through. `look` is None if other requests wait for this pass.
     """
     running, layer = list(nodes), 0
     states: Any = inputs

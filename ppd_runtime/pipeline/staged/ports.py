@@ -1,4 +1,4 @@
-"""What the staged machines ask to be computed, for several requests at once where possible."""
+"""The computations of the staged machines, which may be batched over several requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ppd_runtime.pipeline.staged.chances import Guess
 
 @dataclass(slots=True)
 class RowsPass(Computation):
-    """The states after a pass, or a part of its layers; see `TreeRange.run_rows`."""
+    """A pass over rows through some or all layers; see `TreeRange.run_rows`."""
 
     stage: TreeRange
     inputs: Sequence[int] | Tensor
@@ -21,25 +21,25 @@ class RowsPass(Computation):
     layers: range
 
     def alone(self) -> Tensor:
-        """`[1, nodes, hidden_size]`."""
+        """The states after these layers, `[1, nodes, hidden_size]`."""
         return self.stage.run_rows(self.inputs, self.paths, self.layers)
 
 
 @dataclass(slots=True)
 class Logits(Computation):
-    """The final norm and head over a token's state."""
+    """The final norm and head for a token's state."""
 
     stage: TreeRange
     hidden: Tensor
 
     def alone(self) -> Tensor:
-        """`[vocab_size]`."""
+        """The logits, `[vocab_size]`."""
         return self.stage.logits(self.hidden)
 
 
 @dataclass(slots=True)
 class Naming(Computation):
-    """What may follow several nodes; see `BoundaryHead.guesses`."""
+    """An exit head's guesses after several nodes; see `BoundaryHead.guesses`."""
 
     head: BoundaryHead
     hidden: Tensor
@@ -47,5 +47,5 @@ class Naming(Computation):
     k: int
 
     def alone(self) -> Sequence[Sequence[Guess]]:
-        """Guesses after each node."""
+        """The guesses for each node."""
         return self.head.guesses(self.hidden, self.texts, self.k)

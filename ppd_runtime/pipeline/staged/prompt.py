@@ -23,12 +23,12 @@ class ArrivingPrompt:
 
     @property
     def has_run(self) -> bool:
-        """Whether all chunks have."""
+        """Whether all chunks have run."""
         return not self._chunks
 
     @property
     def has_come(self) -> bool:
-        """Whether all chunks have."""
+        """Whether all chunks have come."""
         return len(self._waiting) == len(self._chunks)
 
     @property
@@ -47,6 +47,6 @@ class ArrivingPrompt:
         return self._chunks[-1].start if self._chunks and self._chunks[-1].start in self._waiting else None
 
     def next_chunk(self) -> Call:
-        """The pass of the next, arrived chunk; it gives the states after this stage, `[1, tokens, hidden_size]`."""
+        """The pass over the next, arrived chunk. It gives the states after this stage, `[1, tokens, hidden_size]`."""
         position = self._chunks.pop().start
         return Call(self._stage.run_prompt, self._waiting.pop(position), position)

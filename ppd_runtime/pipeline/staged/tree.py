@@ -13,7 +13,7 @@ from ppd_runtime.models.stage.tree_range import TreeRange
 MOST_NODES = 64
 """Most nodes in flight, as the first stage sees it."""
 MOST_HELD = 2 * MOST_NODES
-"""Most nodes that a stage holds: it may hear of a certain token later than the first."""
+"""Most nodes that a stage holds: it may hear of a certain token later than the first stage."""
 
 
 class RowState(NamedTuple):
@@ -23,7 +23,7 @@ class RowState(NamedTuple):
     row: int
 
     def alone(self) -> Tensor:
-        """`[1, 1, hidden_size]`."""
+        """The row's state alone, `[1, 1, hidden_size]`."""
         return self.rows if self.rows.shape[1] == 1 else self.rows[:, self.row : self.row + 1]
 
 
@@ -37,7 +37,7 @@ class Node:
     behind: int
     """The number of its parent."""
     parent: "Node | None"
-    """None if that is kept."""
+    """None once the parent is kept."""
     children: "dict[int, Node]" = field(default_factory=dict)
     """By token."""
     has_run: bool = False
@@ -47,16 +47,16 @@ class Node:
     """Whether its entries lie in place for good."""
     is_dropped: bool = False
     hidden: RowState | None = None
-    """Its state before this stage until it has run; at the last stage, then its state after all layers."""
+    """Until the node has run, its state before this stage; then, at the last stage, its state after all layers."""
     pass_number: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Text(Sequence[int]):
-    """A text that nobody copies: it may be long, and most heads only need its length."""
+    """A view of a text without a copy: it may be long, and most heads only need its length."""
 
     history: Sequence[int]
-    """It may grow after the part that the text has."""
+    """Tokens from the text's beginning; the list may grow."""
     known: int
     """Tokens of the history that the text begins with."""
     behind: Sequence[int]
@@ -79,33 +79,33 @@ class Text(Sequence[int]):
 
 
 class NodeTree:
-    """Nodes that may still come true; `history` holds the certain tokens, and grows with the tree.
+    """The nodes that may still become certain, as a tree after the newest certain token.
 
     Args:
         stage: is told which nodes are kept and dropped.
-        history: prompt and certain tokens.
-        prompt_size: the first node stands for the prompt, which runs before all others.
+        history: the prompt and the certain tokens; the stage's machine adds tokens to this list.
+        prompt_size: the prompt's tokens. The first node stands for the prompt, which runs before all other nodes.
     """
 
     def __init__(self, stage: TreeRange, history: list[int], prompt_size: int) -> None:
         self._stage, self.history = stage, history
         self.prompt = self.root = Node(0, history[prompt_size - 1], prompt_size - 1, 0, None, is_certain=True)
-        """The prompt's last token; and the newest certain token that has a node here."""
+        """`prompt` is the node of the prompt's last token, `root` that of the newest certain token with a node here."""
         self.root.has_run = self.root.is_kept = True
         self._nodes = {0: self.root}
         self.held = 0
-        """Nodes that are not certain and have entries here."""
+        """Number of nodes that are not certain and have entries here."""
 
     def get(self, number: int) -> Node | None:
-        """The node of this number, if it may still come true or is the newest certain one."""
+        """The node of this number, if it may still become certain or is the newest certain one."""
         return self._nodes.get(number)
 
     def is_newest(self, node: Node) -> bool:
-        """Whether it is the newest of all certain tokens."""
+        """Whether the node stands for the newest certain token."""
         return node is self.root and node.position == len(self.history) - 1
 
     def add(self, number: int, token: int, position: int, parent: int) -> Node | None:
-        """A new node; None if it cannot come true, or is known."""
+        """Add a node and return it; None if it cannot become certain, or is known."""
         behind = self._nodes.get(parent)
         if behind is None or behind.position != position - 1 or number in self._nodes or token in behind.children:
             return None
@@ -149,7 +149,7 @@ class NodeTree:
         return path[::-1]
 
     def text(self, node: Node, most: int | None = None) -> Sequence[int]:
-        """The tokens up to a node, with its own; if `most` is given, at least the newest `most`."""
+        """The tokens up to a node, its own included; if `most` is given, at least the newest `most` of them."""
         tokens: list[int] = []
         behind: Node | None = node
         while behind is not None and not behind.is_certain:
@@ -161,7 +161,7 @@ class NodeTree:
         return [*self.history[max(end - most, 0) : end], *reversed(tokens)]
 
     def alive(self) -> Iterator[Node]:
-        """The newest certain node, and all that may come true."""
+        """The newest certain node, and all nodes that may become certain."""
         return iter(self._nodes.values())
 
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ class NodeTree:
 def number_of(parent: int, token: int) -> int:
     """The number of the node of a token after a parent, which hashes its whole path.
 
-    So a row means the same whatever stage sent it: before or after a restart, or in another attempt.
+    So a row means the same whichever stage sent it, before or after a restart, and in every attempt.
     """
     return int.from_bytes(blake2b(b"%d %d" % (parent, token), digest_size=8).digest(), "little") >> 1
 
