@@ -1,13 +1,20 @@
 """What `ppd tradeoff --stages` predicts and prints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ppd_runtime.cost_model.match_rates import parse_list, read_match_rates
 from ppd_runtime.cost_model.staged import check_shares
 from ppd_runtime.cost_model.theory import Times
-from ppd_runtime.cost_model.tradeoff import StagedSetting, StagedTradeoff, measured_settings, predict_stages
+from ppd_runtime.cost_model.tradeoff import (
+    OneStageTradeoff,
+    StagedSetting,
+    StagedTradeoff,
+    measured_settings,
+    predict_one_stage,
+    predict_stages,
+)
 from ppd_runtime.settings.checks import even_cuts
 from ppd_runtime.settings.config import USUAL_K
 from ppd_runtime.tune.tables import plain_table
@@ -27,6 +34,12 @@ class StagedOptions:
     """With --stages: further rows a token whose work is dropped; default: by k and the first boundaries."""
     all_reduce_ms: float | None = None
     """With --stages: tensor parallelism's all-reduce; default: 0.018 to 0.029, as in gpt-fast."""
+    chances: str | None = None
+    """With --stages 1: how likely a draft's first, second, … token is right if those before it are: .5,.4,.3."""
+    row_cost: float | None = None
+    """With --chances: what a further row adds to a pass, as a share of a one-row pass; default: 0."""
+    draft_cost: float | None = None
+    """With --chances: all drafting between two passes, as a share of a one-row pass; default: 0."""
 
 
 def predict_staged(
@@ -37,18 +50,26 @@ def predict_staged(
     own: StagedOptions,
     tokens: int,
     times: Times | None,
-) -> list[StagedTradeoff]:
+) -> Sequence[StagedTradeoff | OneStageTradeoff]:
     """A row for each number of stages, cuts and k, of the shares in the options or of those in a file.
+
+    Of one stage: a row for each number of rows.
 
     Raises:
         ValueError: for what was given and cannot be, before anything is predicted.
     """
+    if own.chances is not None:
+        return _one_stage(stages, own, match_rates=file, layers=layers, k=ks, layer_ms=times)
+    for name in ("row_cost", "draft_cost"):
+        if getattr(own, name) is not None:
+            raise ValueError(f"{name}={getattr(own, name):g}: needs --chances as well, give it too")
     rows, all_reduce = own.rows_per_token, own.all_reduce_ms
     if all_reduce is not None and times is None:
         raise ValueError(f"--all-reduce-ms {all_reduce:g}: needs --layer-ms as well, give it too")
     numbers = parse_list("--stages", stages, int)
     if (own.first_boundary is None) == (file is None):
-        raise ValueError(f"--stages {stages}: give one of --first-boundary and --match-rates")
+        way_out = "--chances" if numbers == [1] else "one of --first-boundary and --match-rates"
+        raise ValueError(f"--stages {stages}: give {way_out}")
     if file is not None:
         measured = read_match_rates(file)
         num_layers = measured.layers(layers, USUAL_LAYERS)
@@ -57,6 +78,17 @@ def predict_staged(
         num_layers = USUAL_LAYERS if layers is None else layers
         settings = _given_settings(num_layers, numbers, str(own.first_boundary), ks or [USUAL_K])
     return [predict_stages(num_layers, setting, tokens, times, rows, all_reduce) for setting in settings]
+
+
+def _one_stage(stages: str, own: StagedOptions, **others: object) -> list[OneStageTradeoff]:
+    if stages.strip() != "1":
+        raise ValueError(f"--stages {stages} and --chances {own.chances}: that option is for --stages 1")
+    chances = parse_list("--chances", str(own.chances), float)
+    used = {"chances", "row_cost", "draft_cost"}
+    for name, value in {**asdict(own), **others}.items():
+        if value is not None and name not in used:
+            raise ValueError(f"--chances {own.chances}: --{name.replace('_', '-')} has no part in it, leave it out")
+    return predict_one_stage(chances, own.row_cost or 0.0, own.draft_cost or 0.0)
 
 
 def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Sequence[int]) -> list[StagedSetting]:
@@ -75,8 +107,18 @@ def _given_settings(num_layers: int, stages: Sequence[int], shares: str, ks: Seq
     return settings
 
 
-def print_staged(rows: Sequence[StagedTradeoff], options: StagedOptions) -> None:
-    """The rows as a table; cuts are shown where they are not even."""
+def print_staged(rows: Sequence[StagedTradeoff | OneStageTradeoff], options: StagedOptions) -> None:
+    """The rows as a table."""
+    if stages := [row for row in rows if isinstance(row, StagedTradeoff)]:
+        _print_stages(stages, options)
+        return
+    print("One stage and a drafter; ordinary decoding is 1\n")
+    cells = [(row.rows, row.tokens_per_pass, row.speedup) for row in rows if isinstance(row, OneStageTradeoff)]
+    print(plain_table(["rows", "tokens a pass", "speed-up"], cells))
+
+
+def _print_stages(rows: Sequence[StagedTradeoff], options: StagedOptions) -> None:
+    """Cuts are shown where they are not even."""
     if options.all_reduce_ms is not None:
         how = f"all-reduces of {options.all_reduce_ms:g} ms"
     else:

@@ -61,6 +61,7 @@ def tradeoff(
 
     --stages predicts the staged layout, with tensor parallelism on as many devices beside it: from --first-boundary,
     or from the first boundaries that `ppd match-rate --stages` or --cuts wrote into the file of --match-rates.
+    --stages 1 predicts one process with a drafter, from --chances.
     """
     with one_line_errors(tradeoff):
         check_outputs(out)

@@ -1,9 +1,9 @@
-"""Latency against compute for one setting: the paper's layout, and stages with tensor parallelism beside them."""
+"""Latency against compute for one setting: the paper's layout, stages beside tensor parallelism, and one stage."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ppd_runtime.cost_model import staged, theory
+from ppd_runtime.cost_model import drafting, staged, theory
 from ppd_runtime.cost_model.match_rates import MatchRates
 from ppd_runtime.cost_model.theory import Times, miss_time
 from ppd_runtime.settings.checks import check_cuts, check_stages
@@ -131,7 +131,34 @@ def predict_stages(
     )
 
 
-def row_dict(row: Tradeoff | StagedTradeoff) -> dict[str, object]:
+@dataclass(frozen=True)
+class OneStageTradeoff:
+    """What `drafting` predicts for one stage and passes of so many rows, the newest certain token's and a chain's."""
+
+    chances: tuple[float, ...]
+    row_cost: float
+    draft_cost: float
+    rows: int
+    tokens_per_pass: float
+    speedup: float
+    """Ordinary decoding's latency over this one's."""
+
+
+def predict_one_stage(chances: Sequence[float], row_cost: float, draft_cost: float) -> list[OneStageTradeoff]:
+    """A row for each number of rows up to the whole chain; raises a ValueError as `drafting.speedup` does."""
+    path_chances = drafting.chain(chances)
+    parts = [path_chances[:guesses] for guesses in range(len(path_chances) + 1)]
+    return [
+        OneStageTradeoff(
+            *(tuple(chances), row_cost, draft_cost, 1 + len(part)),
+            tokens_per_pass=drafting.tokens_per_pass(part),
+            speedup=drafting.speedup(part, row_cost, draft_cost),
+        )
+        for part in parts
+    ]
+
+
+def row_dict(row: Tradeoff | StagedTradeoff | OneStageTradeoff) -> dict[str, object]:
     """A row's fields by name; the time only if times were given."""
     return {name: value for name, value in asdict(row).items() if value is not None}
 

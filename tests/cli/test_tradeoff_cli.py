@@ -177,9 +177,30 @@ def test_stages_from_measured_first_boundaries(boundaries: Path) -> None:
     assert "2,5,9" in _run("--stages", "2,4", "--match-rates", str(boundaries))
 
 
+def test_one_stage_has_a_line_for_each_number_of_rows() -> None:
+    asked = ("--stages", "1", "--chances", ".5,.4,.3")
+    rows = _json(*asked, "--row-cost", ".1", "--draft-cost", ".05")
+    assert [(row["rows"], row["chances"]) for row in rows] == [(count, [0.5, 0.4, 0.3]) for count in range(1, 5)]
+    assert [row["tokens_per_pass"] for row in rows] == pytest.approx([1, 1.5, 1.7, 1.76])
+    assert [row["speedup"] for row in rows] == pytest.approx([1 / 1.05, 1.5 / 1.15, 1.7 / 1.25, 1.76 / 1.35])
+    assert _json(*asked)[-1]["speedup"] == pytest.approx(1.76), "without costs"
+    shown = _run(*asked, "--row-cost", ".1")
+    assert "rows  tokens a pass  speed-up" in shown
+    assert "1.760     1.354" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        ("--stages 1", "--stages 1: give --chances"),
+        ("--stages 2 --chances .5", "--stages 2 and --chances .5: that option is for --stages 1"),
+        ("--chances .5", "--chances .5: is the staged layout's, give --stages as well"),
+        ("--stages 1 --chances 1.5", "--chances 1.5: give a number from 0 to 1"),
+        ("--stages 1 --chances .5,x", "--chances .5,x: give numbers with commas between them"),
+        ("--stages 1 --chances .5 --row-cost -1", "--row-cost -1"),
+        ("--stages 1 --chances .5 --k 3", "--chances .5: --k has no part in it, leave it out"),
+        ("--stages 1 --chances .5 --first-boundary .5,.5", "--chances .5: --first-boundary has no part in it"),
+        ("--stages 2 --first-boundary .8,.2 --row-cost .1", "--row-cost 0.1: needs --chances as well, give it too"),
         ("--stages 1 --first-boundary 1", "--stages 1: give a whole number of at least 2"),
         ("--stages 41 --first-boundary .5,.5", "--stages 41: with 40 layers choose 2 to 40"),
         ("--stages 4 --first-boundary .8,.2", "--first-boundary 0.8,0.2: 4 stages need 4 shares"),
