@@ -32,6 +32,7 @@ from benchmarks.recording import Figures, names, new_parser, positive, run, tabl
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.native.products import LargePages
@@ -70,18 +71,17 @@ def measure(options: argparse.Namespace) -> Figures:
     cores = len(os.sched_getaffinity(0))
     if (most := max(options.threads)) > cores:
         raise ValueError(f"--threads {most}: there are {cores} cores")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with model_folder(options.model) as model, tempfile.TemporaryDirectory(prefix="ppd-peers-") as folder:
-            info, file = describe(model), packaged_file(model) or Path(model)
-            if file.is_file():
-                return _measure(options, file, info, [name for name in options.engines if name in _OF_FILES], folder)
-            if (dtype := model_config(info.folder).dtype) != torch.bfloat16:
-                raise ValueError(f"--model {options.model}: is stored in {dtype}, give one in bfloat16")
-            return _measure(options, info.folder, info, options.engines, folder)
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        cpu_threads(1),
+        model_folder(options.model) as model,
+        tempfile.TemporaryDirectory(prefix="ppd-peers-") as folder,
+    ):
+        info, file = describe(model), packaged_file(model) or Path(model)
+        if file.is_file():
+            return _measure(options, file, info, [name for name in options.engines if name in _OF_FILES], folder)
+        if (dtype := model_config(info.folder).dtype) != torch.bfloat16:
+            raise ValueError(f"--model {options.model}: is stored in {dtype}, give one in bfloat16")
+        return _measure(options, info.folder, info, options.engines, folder)
 
 
 def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines: Sequence[str], folder: str) -> Figures:

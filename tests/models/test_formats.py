@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, NumberFormat, Numbers
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.packing import as_floats, pack, packed_as, packed_bytes, rows_in_floats, unpack
@@ -179,13 +180,10 @@ def test_matrices_in_different_formats_have_the_bits_of_each_in_one_call() -> No
     ]
     given = states(3, 256)
     alone = [product(given, matrix) for matrix in matrices]
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             assert torch.equal(PRODUCTS[2](given, *matrices), torch.cat(alone, dim=1))
             assert torch.equal(PRODUCTS[1](given, *matrices[:2]), torch.cat(alone[:2], dim=1))
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])

@@ -216,7 +216,7 @@ def test_one_thread_or_several_read_bytes():
 
 def test_what_a_format_costs_in_quality(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "_LENGTH", 32)
-    monkeypatch.setattr(decode, "read_prompts", lambda *_: [Prompt(1, "a fox"), Prompt(2, "The quick")])
+    monkeypatch.setattr(decode, "read_prompts", lambda *_: [Prompt("a fox"), Prompt("The quick")])
     folder, data = str(model_folder("llama", dtype="bfloat16")), str(write_texts(tmp_path / "texts.jsonl"))
     options = decode.parser().parse_args(["--rows", "3", "--texts", "2", "--tokens", "6"])
     held_out = read_texts(data).held_out
