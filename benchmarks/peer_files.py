@@ -131,10 +131,12 @@ def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
     except FileNotFoundError:  # that there is none of this kind
         writer.add_tokenizer_model("none")
         return
-    unused = [(f"<unused{token}>", 0, gguf.TokenType.UNUSED) for token in range(vocabulary.vocab_size, vocab_size)]
-    texts, _, kinds = zip(*vocabulary.all_tokens(), *unused, strict=True)
+    special = gguf.SpecialVocab(model, load_merges=True)
+    control, unused = gguf.TokenType.CONTROL, range(vocabulary.vocab_size, vocab_size)
+    tokens = [*vocabulary.all_tokens(), *((f"<unused{token}>", 0, gguf.TokenType.UNUSED) for token in unused)]
+    named = special.special_token_ids.values()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(texts)
-    writer.add_token_types(kinds)
-    gguf.SpecialVocab(model, load_merges=True).add_to_gguf(writer, quiet=True)
+    writer.add_token_list([text for text, _, _ in tokens])
+    writer.add_token_types([control if number in named else kind for number, (_, _, kind) in enumerate(tokens)])
+    special.add_to_gguf(writer, quiet=True)

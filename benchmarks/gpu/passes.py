@@ -118,9 +118,8 @@ def _pass_of(scene: Scene, stage: LayerRange, length: int) -> Row:
         stage.truncate(length)
 
     ms, layers_ms = (scene.median_ms(partial(one_token, head), scene.choose(20, 2)) for head in (True, False))
-    model = stage.model
-    embedding, output = model.model.embed_tokens.weight, model.lm_head.weight
-    read = sum(weight.nbytes for weight in model.parameters())
+    embedding, output = stage.model.model.embed_tokens.weight, stage.model.lm_head.weight
+    read = sum(weight.nbytes for weight in stage.model.parameters())
     if embedding.data_ptr() != output.data_ptr():
         read -= embedding.nbytes  # a token reads one row of it
     row: Row = {"ms": ms, "layers, ms": layers_ms, "GB/s": read / ms / 1e6}
