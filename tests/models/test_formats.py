@@ -18,7 +18,6 @@ from ppd_runtime.models.native.quantising import FORMAT_OF, quantise, quantise_r
 
 SHAPES = [(16, 1), (33, 3), (5, 2), (160, 5)]
 """Outputs, and blocks of a row."""
-LEAST = 2.0**-100
 of_formats = pytest.mark.parametrize("form", NUMBER_FORMATS.values(), ids=list(NUMBER_FORMATS))
 
 
@@ -69,7 +68,7 @@ def product_in_numpy(states: Tensor, packed: Tensor) -> Tensor:
 def rounded(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """States as whole numbers, int32 `[tokens, groups, 32]`, and their scales, float32 `[tokens, groups]`."""
     largest = np.abs(groups).max(-1)
-    finite, small = np.isfinite(largest), largest < np.float32(LEAST)
+    finite, small = np.isfinite(largest), largest < np.float32(2.0**-100)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         inverse = np.where(finite & ~small, np.float32(127) / largest, np.float32(0))
         whole = np.where((finite & ~small)[..., None], np.rint(groups * inverse[..., None]), np.float32(0))
