@@ -17,7 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.recording import Figures, environment, slug, write_whole
+from benchmarks.recording import Figures, environment, slug
+from ppd_runtime.files.atomic import atomic_file
 
 _RESULTS = Path(__file__).parent / "results"
 _CONDITIONS = "Warm-up dropped; compared runs are paired and in turn; medians, with quartiles where they are given."
@@ -92,7 +93,8 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: --folder {folder}: there is no such folder\n")
     text, failures = report(PLAN)
     path = folder / f"{slug(environment())}{'-failed' * bool(failures)}.md"
-    write_whole(path, text)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
     print(path)
     sys.exit(1 if failures else 0)
 

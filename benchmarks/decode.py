@@ -27,7 +27,6 @@ from ppd_runtime.settings.config import FORMATS
 from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.tune.prompt_files import read_prompts
 
-_HALF = "bfloat16"
 _LENGTH, _PROMPT = 512, 200  # tokens of a row of text, and of a prompt at the most
 
 
@@ -38,7 +37,8 @@ def measure(options: argparse.Namespace) -> Figures:
     with model_folder(options.model) as model:
         if options.no_quality or describe(model).weights:
             return figures | {"quality": []}
-        ways: list[dict[str, Any]] = [{"dtype": "float32"}, {"dtype": _HALF}, *({"weights": one} for one in FORMATS)]
+        ways: list[dict[str, Any]] = [{"dtype": one} for one in ("float32", "bfloat16")]
+        ways += [{"weights": one} for one in FORMATS]
         found = list[tuple[list[float], list[list[int]], list[list[int]]]]()
         for way in ways:
             found.append(_try(model, way, held_out, options, found[0][1] if found else None))
@@ -96,7 +96,7 @@ def table(figures: Figures) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = peers.parser(__doc__)
-    found.set_defaults(engines=f"{EAGER},{COMPILED},transformers", threads=[1])
+    found.set_defaults(engines=[EAGER, COMPILED, "transformers"], threads=[1])
     found.add_argument("--no-quality", action="store_true", help="times alone")
     found.add_argument("--data", default="demo", help="texts as `ppd train` takes them; those it holds out are read")
     found.add_argument("--rows", type=positive, default=32, help="of 512 tokens of held-out text, at the most")

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.peer_files import gguf_file
+from benchmarks.peer_files import gguf_file, llama_cpp
 from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.tune.compare import CannotDecodeError
 
@@ -36,18 +35,6 @@ class Task:
     context: int
     """Tokens of a prompt and its text, at the most."""
 
-    @property
-    def gguf(self) -> Path:
-        """Its GGUF file."""
-        return gguf_file(Path(self.model), self.weights, Path(self.folder))
-
-
-class Engine(Protocol):
-    """Greedy decoding of one request at a time."""
-
-    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """So many tokens, whether or not the text ends among them."""
-
 
 class Ours:
     """This project's ordinary decoding, or its stages."""
@@ -65,7 +52,7 @@ class Ours:
             self._decoding = OrdinaryDecoding(task.model, threads=task.threads, **settings)
 
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
+        """So many tokens, whether or not the text ends among them."""
         result = self._decoding.generate(prompt, max_new_tokens=num_tokens, ignore_eos=True)
         return list(result.token_ids), result.stats.time_per_token_s
 
@@ -82,7 +69,6 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
         import torch
 
         seen = _TimesOfTokens()
@@ -110,13 +96,9 @@ class LlamaCpp:
     """llama.cpp by its own C interface, with the settings that it has by default."""
 
     def __init__(self, task: Task) -> None:
-        import llama_cpp
-
-        self._lib = lib = llama_cpp
-        self._no_log = lib.llama_log_callback(lambda *message: None)
-        lib.llama_log_set(self._no_log, None)
+        self._lib = lib = llama_cpp()
         lib.llama_backend_init()
-        path = task.gguf
+        path = gguf_file(Path(task.model), task.weights, Path(task.folder))
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         settings = lib.llama_context_default_params()
         settings.n_ctx = task.context
@@ -127,7 +109,6 @@ class LlamaCpp:
         self._sampler = lib.llama_sampler_init_greedy()
 
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:
-        """As `Engine` has it."""
         lib, tokens, times = self._lib, list(prompt), []
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         given = prompt
@@ -143,18 +124,16 @@ class LlamaCpp:
 
 
 _START_S, _ANSWER_S, _END_S = 900.0, 600.0, 10.0
-_ENGINE: Engine | None = None
+_ENGINE: Any = None
 EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
 FILE = "the file's"
 """The formats that a GGUF file's matrices have."""
-ENGINES: Mapping[str, tuple[Callable[[Task], Engine], tuple[str, ...]]] = {
-    EAGER: (Ours, ()),
-    COMPILED: (Ours, ()),
-    STAGES: (Ours, ()),
-    "transformers": (Transformers, ()),
-    "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf")),
+ENGINES: Mapping[str, Callable[[Task], Any]] = {
+    **dict.fromkeys((EAGER, COMPILED, STAGES), Ours),
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
 }
-"""How each is opened, and the modules that it needs from the extra `peers`."""
+"""How each is opened; llama.cpp comes with the extra `peers`."""
 
 
 def _time_per_token(times: list[float], num_tokens: int) -> float:
@@ -167,9 +146,6 @@ class EngineProcess:
     def __init__(self, task: Task) -> None:
         self._reason, self._processes = "", list[Any]()
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        if missing := next((name for name in ENGINES[task.engine][1] if find_spec(name) is None), None):
-            self._reason = f'{missing} is not installed: run pip install ".[peers]" in the project\'s folder'
-            return
         with on_cores(sorted(os.sched_getaffinity(0))[-task.threads :]), contextlib.suppress(CannotDecodeError):
             self._ask(_START_S, _open, task)
 
@@ -205,9 +181,8 @@ def _open(task: Task) -> None:
     global _ENGINE  # noqa: PLW0603 (one for each process)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # what an engine prints is no figure
-    _ENGINE = ENGINES[task.engine][0](task)
+    _ENGINE = ENGINES[task.engine](task)
 
 
 def _answer(prompt: list[int], num_tokens: int) -> Answer:
-    assert _ENGINE
     return _ENGINE.generate(prompt, num_tokens)

@@ -159,15 +159,9 @@ def left_behind(family: Sequence[psutil.Process]) -> int:
 
 def table(figures: Figures) -> str:
     """A row a layout."""
-    counts = {
-        "layout": "layout",
-        "requests": "requests",
-        "equal": "texts equal",
-        "killed": "killed",
-        "stopped": "stopped",
-    }
-    times = {"pauses_s": "pause at a fault, s (quartiles)", "to_hits_s": "to the next hit, s"}
-    return table_of(figures["rows"], **counts, restarts="restarts", **times, left="processes left")
+    heads = {name: name for name in ("layout", "requests", "equal", "killed", "stopped", "restarts")}
+    heads |= {"pauses_s": "pause at a fault, s (quartiles)", "to_hits_s": "to the next hit, s"}
+    return table_of(figures["rows"], **heads | {"equal": "texts equal", "left": "processes left"})
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
+from benchmarks.recording import Figures, names, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.pipeline.messages import End, ExitState
@@ -50,8 +50,6 @@ class Series:
 
 def measure(options: argparse.Namespace) -> Figures:
     """A row for each transport, size and pause."""
-    if unknown := set(options.transports) - set(_TRANSPORTS):
-        raise ValueError(f"--transports {min(unknown)}: choose among {', '.join(_TRANSPORTS)}")
     kinds = itertools.product(options.transports, options.sizes, options.pauses_ms)
     return {"rows": measure_all([Series(*kind, options.count) for kind in kinds])}
 
@@ -71,13 +69,10 @@ def table(figures: Figures) -> str:
 
 def _row(series: Series, pool: ProcessPoolExecutor) -> Figures:
     here, there = assign_cores(2, 1, device=series.device)
-    folder = SocketFolder()
-    try:
+    with SocketFolder() as folder:
         arriving = pool.submit(arrivals, series, folder.path, there)
         began, ended = departures(series, folder.path, here)
         arrived = arriving.result()
-    finally:
-        folder.remove()
     latencies = [1e6 * (a - b) for a, b in zip(arrived, began, strict=True)][_WARM_UP:]
     own = [1e6 * (e - b) for e, b in zip(ended, began, strict=True)][_WARM_UP:]
     return asdict(series) | {
@@ -168,9 +163,7 @@ def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int])
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(__doc__)
-    options.add_argument(
-        "--transports", type=lambda text: text.split(","), default=list(_TRANSPORTS), help="with commas"
-    )
+    options.add_argument("--transports", type=names(_TRANSPORTS), default=_TRANSPORTS, help="with commas")
     options.add_argument("--sizes", type=whole_numbers, default=[1024, 10240, 65536, 409600], help="bytes, with commas")
     options.add_argument("--pauses-ms", type=whole_numbers, default=[1, 5], help="with commas")
     options.add_argument("--count", type=positive, default=300, help="messages of each kind")

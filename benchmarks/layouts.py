@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,7 @@ import numpy as np
 
 from benchmarks.emulated import cores_awake, slow_links, socket_folder, woken_at_once
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import (
-    Figures,
-    ledger_table,
-    mean_ledger_ms,
-    new_parser,
-    positive,
-    run,
-    share,
-    table_of,
-)
+from benchmarks.recording import Figures, new_parser, positive, run, share, table_of
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS
 from ppd_runtime.launch import guessing_times
@@ -51,6 +43,7 @@ from ppd_runtime.tune.figures import figures, saving_share
 from ppd_runtime.tune.prompt_files import read_prompts
 from ppd_runtime.tune.rows import BASELINE
 from ppd_runtime.tune.subject import message_ids
+from ppd_runtime.tune.tables import markdown_table
 from ppd_runtime.tune.ways import Generator, beside_ordinary
 
 REPEATING, HELD_OUT = "repeating", "held-out"
@@ -152,10 +145,8 @@ def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, ho
 def _figures(layout: str, found: Comparison, num_prompts: int) -> Figures:
     pairs = found.pairs(layout, BASELINE)
     by_prompt = [_ratios(found.pairs(layout, BASELINE, [place])) for place in range(num_prompts)]
-    summary, stats = (
-        figures(pairs),
-        [[text.stats for text in texts if text.stats] for texts in zip(*pairs, strict=True)],
-    )
+    summary = figures(pairs)
+    stats = [[text.stats for text in texts if text.stats] for texts in zip(*pairs, strict=True)]
     speedup, allowed = summary.step_speedup, summary.allowed_speedup
     return {
         "ms": [summary.ordinary_ms_per_token, summary.ms_per_token],
@@ -166,7 +157,7 @@ def _figures(layout: str, found: Comparison, num_prompts: int) -> Figures:
         "predicted": 1 / allowed if allowed else None,
         "realised_saving": saving_share(speedup.median, allowed) if speedup else None,
         "identical": summary.equal_texts == 1,
-        "ledgers_ms": [mean_ledger_ms([one.ledger_per_token for one in of_way]) for of_way in stats],
+        "ledgers_ms": [mean_ledger_ms(of_way) for of_way in stats],
     }
 
 
@@ -184,6 +175,12 @@ def _match_rate(stats: Sequence[Stats]) -> float | None:
     return statistics.mean(rates) if rates else None
 
 
+def mean_ledger_ms(stats: Sequence[Stats]) -> dict[str, float]:
+    """Mean milliseconds of each part of a token's time; means, so that they still sum to the whole."""
+    ledgers = [asdict(one.ledger_per_token) for one in stats]
+    return {name.removesuffix("_s"): 1000 * statistics.mean(one[name] for one in ledgers) for name in ledgers[0]}
+
+
 def table(figures: Figures) -> str:
     """A row a layout, and where a token's time went."""
     emulated = figures["emulate_layer_ms"]
@@ -196,7 +193,10 @@ def table(figures: Figures) -> str:
     heads |= {"realised_saving": "realised saving", "identical": "tokens identical"}
     ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
     ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
-    return f"{table_of(rows, **heads)}\n\n{ledger_table(ledgers, emulated is not None)}"
+    columns = ["where a token's time went, ms, mean" + ", EMULATED devices" * (emulated is not None)]
+    columns += [*ledgers["ordinary decoding"], "whole"]
+    went = [[way, *ledger.values(), sum(ledger.values())] for way, ledger in ledgers.items()]
+    return f"{table_of(rows, **heads)}\n\n{markdown_table(columns, went)}"
 
 
 def parser() -> argparse.ArgumentParser:

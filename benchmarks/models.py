@@ -18,13 +18,14 @@ from ppd_runtime.models.checkpoint.packages import SMOLLM2, packaged_file
 
 _RANDOM = "random:"
 _HEAD_DIM = 64
-SHAPES: Mapping[str, Mapping[str, int]] = {
-    "little": {"hidden_size": 256, "heads": 2, "shared": 1, "mlp": 512, "layers": 4, "vocab": 0},
-    "small": {"hidden_size": 1024, "heads": 8, "shared": 2, "mlp": 2816, "layers": 8, "vocab": 0},
-    "300m": {"hidden_size": 768, "heads": 6, "shared": 2, "mlp": 3072, "layers": 24, "vocab": 128256},
-    "llama3-8b": {"hidden_size": 4096, "heads": 32, "shared": 8, "mlp": 14336, "layers": 32, "vocab": 128256},
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "little": (256, 2, 1, 512, 4, 0),
+    "small": (1024, 8, 2, 2816, 8, 0),
+    "300m": (768, 6, 2, 3072, 24, 128256),
+    "llama3-8b": (4096, 32, 8, 14336, 32, 128256),
 }
-"""Of models with grouped-query heads of dimension 128, as released ones have them; no vocabulary: the demo model's."""
+"""By name: the hidden size, query heads, key/value heads, the MLP's width, layers, and the vocabulary, 0 for the demo
+model's. Heads have dimension 128, as in released models."""
 
 MODEL_HELP = (
     'a folder, a GGUF file, a hub name, "demo", "smollm2", '
@@ -38,69 +39,59 @@ def model_folder(name: str) -> Iterator[str]:
     """The name that the runtime takes for `name`; for random:… a folder that is gone afterwards.
 
     Raises:
-        ValueError: for a random model of no such form, or whose width is no multiple of 64.
+        ValueError: as `random_config` and `converted_file`.
     """
     kind = re.fullmatch(rf"({SMOLLM2}|{_RANDOM}.+):([A-Z0-9_]+)", name)
     if not kind and not name.startswith(_RANDOM):
         yield name
         return
-    with tempfile.TemporaryDirectory(prefix="ppd-model-") as folder:
-        if not kind:
-            yield _random_folder(name, Path(folder))
-            return
-        file = packaged_file(kind[1]) or gguf_file(
-            Path(_random_folder(kind[1], Path(folder))), "bfloat16", Path(folder)
-        )
-        yield str(converted_file(file, kind[2], Path(folder)))
+    with tempfile.TemporaryDirectory(prefix="ppd-model-") as path:
+        folder = Path(path)
+        if kind:
+            file = packaged_file(kind[1]) or gguf_file(_random_folder(kind[1], folder), "bfloat16", folder)
+            yield str(converted_file(file, kind[2], folder))
+        else:
+            yield str(_random_folder(name, folder))
 
 
-def _random_folder(name: str, folder: Path) -> str:
+def _random_folder(name: str, folder: Path) -> Path:
     """A model of random weights with the demo model's tokenizer."""
-    config = random_config(name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transformers_logging.disable_progress_bar()
-    random_model(config, torch.bfloat16, device).save_pretrained(folder)
+    random_model(random_config(name.removeprefix(_RANDOM)), torch.bfloat16, device).save_pretrained(folder)
     for file in describe(DEMO).folder.glob("tokenizer*"):
         shutil.copy(file, folder)
-    return str(folder)
+    return folder
 
 
-def random_config(name: str) -> LlamaConfig:
-    """That of random:SHAPE, or of random:HIDDENxLAYERS with as many key as query heads, of dimension 64."""
-    if (shape := name.removeprefix(_RANDOM)) in SHAPES:
-        return shape_config(shape)
-    form = re.fullmatch(rf"{_RANDOM}(\d+)x(\d+)", name)
-    if not form or int(form[1]) % _HEAD_DIM or not int(form[1]) or int(form[2]) < 2:
+def random_config(shape: str) -> LlamaConfig:
+    """That of one of `SHAPES`, or of HIDDENxLAYERS with as many key as query heads, of dimension 64.
+
+    Raises:
+        ValueError: for another form, or a width that is no multiple of 64.
+    """
+    form = re.fullmatch(r"(\d+)x(\d+)", shape)
+    if shape in SHAPES:
+        hidden_size, heads, shared, mlp, num_layers, vocab_size = SHAPES[shape]
+        more = {"head_dim": 128, "max_position_embeddings": 8192, "initializer_range": 0.1}
+    elif form and int(form[2]) > 1 and int(form[1]) and not int(form[1]) % _HEAD_DIM:
+        hidden_size, num_layers, vocab_size = int(form[1]), int(form[2]), 0
+        mlp, heads = -(-hidden_size * 8 // 3 // _HEAD_DIM) * _HEAD_DIM, hidden_size // _HEAD_DIM
+        shared, more = heads, {"max_position_embeddings": 2048}
+    else:
         raise ValueError(
-            f"--model {name}: give random:HIDDENxLAYERS with a multiple of {_HEAD_DIM} and at least 2 layers, "
-            f"such as random:512x12, or {_RANDOM} with {', '.join(SHAPES)}"
+            f"--model {_RANDOM}{shape}: give {_RANDOM}HIDDENxLAYERS with a multiple of {_HEAD_DIM} and at least 2 "
+            f"layers, such as {_RANDOM}512x12, or {_RANDOM} with {', '.join(SHAPES)}"
         )
-    hidden_size, num_layers = int(form[1]), int(form[2])
     return LlamaConfig(
-        vocab_size=describe(DEMO).vocab_size,
+        vocab_size=vocab_size or describe(DEMO).vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=-(-hidden_size * 8 // 3 // _HEAD_DIM) * _HEAD_DIM,
+        intermediate_size=mlp,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // _HEAD_DIM,
-        num_key_value_heads=hidden_size // _HEAD_DIM,
-        max_position_embeddings=2048,
-    )
-
-
-def shape_config(shape: str) -> LlamaConfig:
-    """The configuration of one of `SHAPES`."""
-    of = SHAPES[shape]
-    return LlamaConfig(
-        vocab_size=of["vocab"] or describe(DEMO).vocab_size,
-        hidden_size=of["hidden_size"],
-        intermediate_size=of["mlp"],
-        num_hidden_layers=of["layers"],
-        num_attention_heads=of["heads"],
-        num_key_value_heads=of["shared"],
-        head_dim=128,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
         tie_word_embeddings=shape == "300m",
+        **more,
     )
 
 

@@ -3,25 +3,18 @@
 Quantised files hold this project's own numbers and scales, so that all engines multiply by the same weights.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ppd_runtime.models.checkpoint.config import model_config, weight_files
-from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.names import names_in_model
+from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.native.quantising import quantise
 
 _TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-_ORDINARY, _CONTROL, _UNUSED = 1, 3, 5
-"""Kinds of tokens."""
 
 
 def gguf_file(model: Path, weights: str, folder: Path) -> Path:
@@ -49,22 +42,27 @@ def converted_file(file: Path, kind: str, folder: Path) -> Path:
     Raises:
         ValueError: for a type that llama.cpp does not have, or where it is not installed.
     """
-    try:
-        import llama_cpp
-    except ModuleNotFoundError:
-        raise ValueError(f"{kind}: llama.cpp makes it, which is not installed; run pip install '.[peers]'") from None
+    lib, path = llama_cpp(), folder / f"{kind}.gguf"
     names = (f"LLAMA_FTYPE_{prefix}{kind}" for prefix in ("MOSTLY_", "ALL_"))
-    file_type = next((getattr(llama_cpp, name) for name in names if hasattr(llama_cpp, name)), None)
+    file_type = next((getattr(lib, name) for name in names if hasattr(lib, name)), None)
     if file_type is None:
         raise ValueError(f"{kind}: choose one of llama.cpp's file types, such as Q8_0 or Q4_K_M")
-    settings = llama_cpp.llama_model_quantize_default_params()
+    settings = lib.llama_model_quantize_default_params()
     settings.ftype, settings.allow_requantize = file_type, True
-    silent = llama_cpp.llama_log_callback(lambda *message: None)
-    llama_cpp.llama_log_set(silent, None)
-    path = folder / f"{kind}.gguf"
-    if llama_cpp.llama_model_quantize(str(file).encode(), str(path).encode(), settings):
+    if lib.llama_model_quantize(str(file).encode(), str(path).encode(), settings):
         raise ValueError(f"{file.name}: llama.cpp does not make a {kind} of it")
     return path
+
+
+def llama_cpp() -> Any:
+    """llama.cpp's own C interface, which prints nothing; ValueError where it is not installed."""
+    try:
+        import llama_cpp as lib
+    except ModuleNotFoundError:
+        raise ValueError("llama.cpp is not installed: run pip install '.[peers]' in the project's folder") from None
+    lib.silent = lib.llama_log_callback(lambda *message: None)  # C code holds it, too
+    lib.llama_log_set(lib.silent, None)
+    return lib
 
 
 def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> None:
@@ -84,8 +82,7 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, model, config.vocab_size)
-    tensors = _tensors(model)
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors = AutoModelForCausalLM.from_pretrained(model, dtype="auto").state_dict()
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for full_name, tensor in tensors.items():
@@ -101,15 +98,6 @@ def _write(path: Path, model: Path, config: PretrainedConfig, weights: str) -> N
     writer.write_tensors_to_file()
     writer.close()
     unfinished.rename(path)
-
-
-def _tensors(model: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    name_in_model = names_in_model(describe(str(model)))
-    for file in weight_files(model):
-        with safe_open(file, "pt") as tensors:
-            found |= {name_in_model(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    return found
 
 
 def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
@@ -135,22 +123,20 @@ def _in_format(tensor: Tensor, weights: str) -> tuple[np.ndarray, str]:
 
 
 def _add_tokenizer(writer: Any, model: Path, vocab_size: int) -> None:
-    """Add the tokenizer of a BPE tokenizer.json, and unused tokens up to `vocab_size`, which llama.cpp counts."""
-    path = model / "tokenizer.json"
-    described = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"model": {}}
-    bpe = described["model"]
-    if bpe.get("type") != "BPE":
+    """Add a tokenizer of byte-level BPE, and unused tokens up to `vocab_size`, which llama.cpp counts."""
+    import gguf
+
+    try:
+        vocabulary = gguf.BpeVocab(model)
+    except FileNotFoundError:  # that there is none of this kind
         writer.add_tokenizer_model("none")
         return
-    vocabulary: Mapping[str, int] = bpe["vocab"]
-    special = {token["id"] for token in described["added_tokens"] if token["special"]}
-    kinds = (_ORDINARY, _CONTROL)
+    special = gguf.SpecialVocab(model, load_merges=True)
+    control, unused = gguf.TokenType.CONTROL, range(vocabulary.vocab_size, vocab_size)
+    tokens = [*vocabulary.all_tokens(), *((f"<unused{token}>", 0, gguf.TokenType.UNUSED) for token in unused)]
+    named = special.special_token_ids.values()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    unused = range(len(vocabulary), vocab_size)
-    of_tokens = [kinds[token in special] for token in sorted(vocabulary.values())]
-    writer.add_token_list([*sorted(vocabulary, key=vocabulary.__getitem__), *(f"<unused{token}>" for token in unused)])
-    writer.add_token_types([*of_tokens, *(_UNUSED for _ in unused)])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    writer.add_token_list([text for text, _, _ in tokens])
+    writer.add_token_types([control if number in named else kind for number, (_, _, kind) in enumerate(tokens)])
+    special.add_to_gguf(writer, quiet=True)

@@ -19,19 +19,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import torch
 
 from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
-from benchmarks.floor import reading_s
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, new_parser, positive, run, table_of, whole_numbers
+from benchmarks.recording import Figures, names, new_parser, positive, run, table_of, whole_numbers
+from ppd_runtime.launch.cpu_affinity import on_cores
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.models.native.products import LargePages
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.compare import Comparison, Text, Way, compare
 from ppd_runtime.tune.prompt_files import read_prompts
@@ -67,27 +71,17 @@ def measure(options: argparse.Namespace) -> Figures:
     cores = len(os.sched_getaffinity(0))
     if (most := max(options.threads)) > cores:
         raise ValueError(f"--threads {most}: there are {cores} cores")
-    engines = _chosen(options.engines)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with model_folder(options.model) as model, tempfile.TemporaryDirectory(prefix="ppd-peers-") as folder:
-            info, file = describe(model), packaged_file(model) or Path(model)
-            if file.is_file():
-                return _measure(options, file, info, [name for name in engines if name in _OF_FILES], folder)
-            if (dtype := model_config(info.folder).dtype) != torch.bfloat16:
-                raise ValueError(f"--model {options.model}: is stored in {dtype}, give one in bfloat16")
-            return _measure(options, info.folder, info, engines, folder)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _chosen(engines: str | None) -> list[str]:
-    names = [name.strip() for name in engines.split(",")] if engines else list(ENGINES)
-    for name in names:
-        if name not in ENGINES:
-            raise ValueError(f"--engines {name}: choose from {', '.join(ENGINES)}")
-    return names
+    with (
+        cpu_threads(1),
+        model_folder(options.model) as model,
+        tempfile.TemporaryDirectory(prefix="ppd-peers-") as folder,
+    ):
+        info, file = describe(model), packaged_file(model) or Path(model)
+        if file.is_file():
+            return _measure(options, file, info, [name for name in options.engines if name in _OF_FILES], folder)
+        if (dtype := model_config(info.folder).dtype) != torch.bfloat16:
+            raise ValueError(f"--model {options.model}: is stored in {dtype}, give one in bfloat16")
+        return _measure(options, info.folder, info, options.engines, folder)
 
 
 def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines: Sequence[str], folder: str) -> Figures:
@@ -148,15 +142,37 @@ def _row(task: Task, found: Comparison, floor: str, expected: str | None) -> Fig
         return row
     pairs = found.pairs(name, expected or name)
     times = [1000 * (pair.text.step_s or 0.0) for pair in pairs]
-    row |= {
-        "times_ms": times,
-        "ms": statistics.median(times),
-        "share_of_bandwidth": floor_ms / statistics.median(times),
-    }
+    ms = statistics.median(times)
+    row |= {"times_ms": times, "ms": ms, "share_of_bandwidth": floor_ms / ms}
     if expected:
         row["equal_texts"] = sum(pair.identical for pair in pairs) / len(pairs)
         row["equal_start"] = sum(pair.equal for pair in pairs) / sum(len(pair.ordinary.token_ids) for pair in pairs)
     return row
+
+
+def reading_s(num_bytes: int, threads: int, times: int) -> float:
+    """Seconds to read so many bytes as fast as this machine can, as scalar products of two halves of them.
+
+    Several threads, each on a core of its own, read a share each, so many times, and do not wait for each other between
+    two readings.
+    """
+    memory, ones = LargePages(num_bytes), torch.ones(num_bytes // 4 // (2 * threads))
+    shares = [(memory.copy(ones), memory.copy(ones)) for _ in range(threads)]
+    cores, ready = sorted(os.sched_getaffinity(0))[-threads:], Barrier(threads)
+
+    def read(share: tuple[torch.Tensor, torch.Tensor], core: int) -> tuple[float, float]:
+        torch.set_num_threads(1)  # a new thread has as many as there are cores
+        with on_cores([core]):
+            torch.dot(*share)
+            ready.wait()
+            began = time.perf_counter()
+            for _ in range(times):
+                torch.dot(*share)
+            return began, time.perf_counter()
+
+    with ThreadPoolExecutor(threads) as pool:
+        began, ended = zip(*pool.map(read, shares, cores), strict=True)
+    return (max(ended) - min(began)) / times
 
 
 def stored_bytes(info: ModelInfo, layer_bits: float, head_bits: float) -> int:
@@ -182,11 +198,8 @@ def table(figures: Figures) -> str:
     lacking = {"share_of_bandwidth": None, "equal_texts": None, "equal_start": None}
     rows = [{**lacking, "times_ms": row["reason"], "model": figures["model"], **row} for row in rows]
     heads = {"model": "model", "threads": "threads", "weights": "weights", "engine": "engine"}
-    heads |= {
-        "times_ms": "ms a token (quartiles)",
-        "floor_ms": "floor, ms",
-        "share_of_bandwidth": "share of the bandwidth",
-    }
+    heads |= {"times_ms": "ms a token (quartiles)", "floor_ms": "floor, ms"}
+    heads["share_of_bandwidth"] = "share of the bandwidth"
     return table_of(rows, **heads, equal_texts="texts equal", equal_start="tokens before another one")
 
 
@@ -194,7 +207,9 @@ def parser(doc: str | None = __doc__) -> argparse.ArgumentParser:
     """The command line's options."""
     options = new_parser(doc)
     options.add_argument("--model", default="demo", help=MODEL_HELP)
-    options.add_argument("--engines", help=f"some of: {', '.join(ENGINES)}; default: all")
+    options.add_argument(
+        "--engines", type=names(ENGINES), default=list(ENGINES), help=f"some of: {', '.join(ENGINES)}; default: all"
+    )
     options.add_argument("--threads", type=whole_numbers, default=[1, 2], help="of each engine, with commas")
     options.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt, two at least")
     options.add_argument("--prompts", help="JSON lines with a prompt each; default: three of code")

@@ -1,17 +1,14 @@
-"""What every benchmark has in common: options, the machine and versions it ran on, tables, and files written whole."""
+"""What every benchmark has in common: options, the machine and versions it ran on, and tables."""
 
 import argparse
 import json
 import re
-import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.atomic import atomic_file
-from ppd_runtime.tracing.breakdown import LatencyBreakdown
 from ppd_runtime.tune import figures as tune_figures
 from ppd_runtime.tune.measured_on import machine, versions
 from ppd_runtime.tune.tables import markdown_table
@@ -35,7 +32,8 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[Any], Figures], tabl
         parser.exit(2, f"{parser.prog}: {' '.join(str(error).split())}\n")
     print(table(figures))
     if options.json:
-        write_whole(options.json, json.dumps(figures | environment(), indent=2) + "\n")
+        with atomic_file(options.json) as unfinished:
+            unfinished.write_text(json.dumps(figures | environment(), indent=2) + "\n")
     return figures
 
 
@@ -44,12 +42,12 @@ def environment() -> Figures:
     return {"machine": machine(), "versions": versions(), "commit": _commit()}
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median and quartiles, with so many significant digits."""
+def spread(values: Sequence[float]) -> str:
+    """Median and quartiles, with three significant digits."""
     if len(values) < 2:
-        return f"{values[0]:.{digits}g}"
+        return f"{values[0]:.3g}"
     found = tune_figures.spread(values)
-    return f"{found.median:.{digits}g} ({found.low:.{digits}g} to {found.high:.{digits}g})"
+    return f"{found.median:.3g} ({found.low:.3g} to {found.high:.3g})"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], **heads: str) -> str:
@@ -62,27 +60,6 @@ def _shown(value: object) -> object:
     return (spread(value) if value else None) if isinstance(value, list) else value
 
 
-def mean_ledger_ms(ledgers: Sequence[LatencyBreakdown]) -> dict[str, float]:
-    """Mean milliseconds of each part; means, so that they still sum to the whole."""
-    names = [field.name for field in fields(LatencyBreakdown)]
-    return {
-        name.removesuffix("_s"): statistics.mean(getattr(ledger, name) for ledger in ledgers) * 1000 for name in names
-    }
-
-
-def ledger_table(rows: Mapping[str, Mapping[str, float]], emulated: bool) -> str:
-    """Where a token's time went, in milliseconds, a row for each way of decoding."""
-    parts = list(next(iter(rows.values())))
-    columns = ["where a token's time went, ms, mean" + emulated * ", EMULATED devices", *parts, "whole"]
-    return markdown_table(columns, [[way, *ledger.values(), sum(ledger.values())] for way, ledger in rows.items()])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    with atomic_file(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-
-
 def positive(text: str) -> int:
     """An option's whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
@@ -93,6 +70,18 @@ def positive(text: str) -> int:
 def whole_numbers(text: str) -> list[int]:
     """An option's whole numbers above 0, with commas between them."""
     return [positive(part.strip()) for part in text.split(",")]
+
+
+def names(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """Reads an option's names, with separators between them, of which each is known."""
+
+    def read(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(separator)]
+        if unknown := set(found) - set(known):
+            raise argparse.ArgumentTypeError(f"{min(unknown)}: choose from {f'{separator} '.join(known)}")
+        return found
+
+    return read
 
 
 def share(text: str) -> float:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import MODEL_HELP, model_folder
-from benchmarks.recording import Figures, new_parser, positive, run, table_of
+from benchmarks.recording import Figures, names, new_parser, positive, run, table_of
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch.cpu_affinity import on_cores
 
@@ -43,10 +43,7 @@ _DEADLINE_S = 600
 
 def measure(options: argparse.Namespace) -> Figures:
     """A row for each command, and the long prompt's times."""
-    names = [name.strip() for name in options.only.split(";")] if options.only else list(COMMANDS)
-    if unknown := set(names) - set(COMMANDS):
-        raise ValueError(f"--only {min(unknown)}: choose from {'; '.join(COMMANDS)}")
-    rows = [{"command": name, "seconds": list(_seconds(name, options))} for name in names]
+    rows = [{"command": name, "seconds": list(_seconds(name, options))} for name in options.only]
     return {"model": options.model, "rows": rows, "tokens": options.prompt_tokens, "long": _long_prompts(options)}
 
 
@@ -69,9 +66,9 @@ def _seconds(name: str, options: argparse.Namespace) -> Iterator[float]:
 def _drop_from_page_cache() -> None:
     """Ask the system to forget the contents of Python's packages and of this project's files."""
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(__file__).parents[1])}:
-        for root, folders, names in os.walk(folder):
+        for root, folders, files in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            for path in (Path(root, name) for name in names):
+            for path in (Path(root, name) for name in files):
                 if path.is_file():
                     file = os.open(path, os.O_RDONLY)
                     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -117,7 +114,9 @@ def parser() -> argparse.ArgumentParser:
     found = new_parser(__doc__)
     found.add_argument("--model", default="demo", help=MODEL_HELP)
     found.add_argument("--rounds", type=positive, default=3, help="warm starts of each, and rounds of the long prompt")
-    found.add_argument("--only", help=f"some of the commands, with semicolons: {'; '.join(COMMANDS)}")
+    found.add_argument(
+        "--only", type=names(COMMANDS, ";"), default=list(COMMANDS), help=f"some of the commands: {'; '.join(COMMANDS)}"
+    )
     found.add_argument("--prompt-tokens", type=int, default=1500, help="of the long prompt; 0: none")
     return found
 

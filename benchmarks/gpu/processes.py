@@ -1,6 +1,6 @@
 """A stage of the benchmark in a process of its own, which may fail or take too long without harm to others.
 
-`python -m benchmarks.gpu.processes NAME MODULE FOLDER` runs a stage and prints its rows as they are found.
+`python -m benchmarks.gpu.processes NAME MODULE` runs a stage and prints its rows as they are found.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,18 +20,15 @@ import torch
 from benchmarks.gpu.scene import Scene
 
 Line = dict[str, Any]
-_PRETEND = "--pretend"
 
 
-def run_stage(name: str, module: str, out: Path, pretend: bool, deadline_s: float) -> Line:
+def run_stage(name: str, module: str, pretend: bool, deadline_s: float) -> Line:
     """What a stage of `benchmarks.gpu` has found; `error` says in a line why it has not come to its end."""
-    command = [sys.executable, "-m", "benchmarks.gpu.processes", name, module, str(out), *[_PRETEND] * pretend]
+    command = [sys.executable, "-m", "benchmarks.gpu.processes", name, module, *["--pretend"] * pretend]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     began, error = time.monotonic(), None
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaints:
-        process = subprocess.Popen(
-            command, stdout=said, stderr=complaints, env=environment, start_new_session=True, text=True
-        )
+        process = subprocess.Popen(command, stdout=said, stderr=complaints, env=environment, start_new_session=True)
         try:
             if process.wait(deadline_s):
                 error = f"exit code {process.returncode}"
@@ -60,10 +56,10 @@ def _rows(lines: Any) -> Iterator[Line]:
 
 def main() -> None:
     """Run a stage here."""
-    name, module, out, *pretend = sys.argv[1:]
+    name, module, *pretend = sys.argv[1:]
     if pretend:
         torch.set_num_threads(1)
-    for row in getattr(importlib.import_module(module), name)(Scene(bool(pretend), Path(out))):
+    for row in getattr(importlib.import_module(module), name)(Scene(bool(pretend))):
         print(json.dumps(row), flush=True)
 
 

@@ -4,25 +4,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.models import random_model, shape_config
+from benchmarks.models import random_config, random_model
 from ppd_runtime.models.stage.layer_range import LayerRange
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
+_WARM_UP = 2  # rounds
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What stages are told."""
+    """Where a stage runs."""
 
     pretend: bool
-    out: Path
-    """The folder with what earlier stages have found."""
+    """Whether a CPU and little models stand for the GPU and its models."""
 
     @property
     def device(self) -> torch.device:
@@ -35,7 +34,7 @@ class Scene:
 
     def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> LayerRange:
         """The whole of such a model, with compiled code for these kinds of passes."""
-        model = random_model(shape_config("little" if self.pretend else shape), dtype, self.device)
+        model = random_model(random_config(self.choose(shape, "little")), dtype, self.device)
         if not kinds:
             return LayerRange(model)
         from ppd_runtime.models.compiled.export import compile_layers
@@ -49,23 +48,13 @@ class Scene:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def milliseconds(self, call: Callable[[], object], rounds: int, warm_up: int = 2) -> list[float]:
-        """Each round's time, waited for at both ends."""
+    def median_ms(self, call: Callable[[], object], rounds: int) -> float:
+        """A call's time, waited for at both ends; the median of so many rounds behind two others."""
         found = []
-        for number in range(-warm_up, rounds):
+        for _ in range(_WARM_UP + rounds):
             self.wait()
             began = time.perf_counter()
             call()
             self.wait()
-            if number >= 0:
-                found.append(1000 * (time.perf_counter() - began))
-        return found
-
-    def median_ms(self, call: Callable[[], object], rounds: int) -> float:
-        """The middle of `milliseconds`."""
-        return statistics.median(self.milliseconds(call, rounds))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Such as bfloat16."""
-    return str(dtype).removeprefix("torch.")
+            found.append(1000 * (time.perf_counter() - began))
+        return statistics.median(found[_WARM_UP:])

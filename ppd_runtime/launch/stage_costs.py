@@ -18,6 +18,7 @@ from ppd_runtime.launch.layout_choice import MOST_CHOSEN_ROWS, StageCosts, choos
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import emulated
@@ -98,25 +99,21 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
 def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float]:
     """`StageCosts`, not rounded yet, from the shortest rounds: whatever else runs here only adds time."""
     progress("measuring what a stage takes")
-    layers, threads = min(_LAYERS, spec.info.num_layers), torch.get_num_threads()
-    torch.set_num_threads(spec.threads)
-    try:
-        with current_device(spec.device):
-            short = head_kind(len(spec.guess_tokens))
-            whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
-            stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
-            rows, sampler = TreeRange(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
-            head = ModelHead(emulated(stage, spec.emulate), sampler)
-            if tokens := spec.guess_tokens:
-                code = {kind: files for kind, files in spec.code.items() if kind == short}
-                guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
-                shortlist = ShortlistSampler(sampler, tokens, spec.info.vocab_size)
-                head = ModelHead(emulated(guesses, spec.emulate), shortlist)
-            hidden, one, row = _timed_passes(rows)
-            guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
-            final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
-    finally:
-        torch.set_num_threads(threads)
+    layers = min(_LAYERS, spec.info.num_layers)
+    with cpu_threads(spec.threads), current_device(spec.device):
+        short = head_kind(len(spec.guess_tokens))
+        whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
+        stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
+        rows, sampler = TreeRange(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
+        head = ModelHead(emulated(stage, spec.emulate), sampler)
+        if tokens := spec.guess_tokens:
+            code = {kind: files for kind, files in spec.code.items() if kind == short}
+            guesses = load_stage(spec.info, 1, spec.dtype, spec.device, code, head_tokens=tokens)
+            shortlist = ShortlistSampler(sampler, tokens, spec.info.vocab_size)
+            head = ModelHead(emulated(guesses, spec.emulate), shortlist)
+        hidden, one, row = _timed_passes(rows)
+        guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
+        final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
     return layers * guess_head / one, layers * final_head / one, row
 
 

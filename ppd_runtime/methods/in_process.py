@@ -4,14 +4,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.steps import Step, Steps, Totals
 from ppd_runtime.models.build import load_stage, share_weights
 from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
-from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype, cpu_threads
 from ppd_runtime.models.checkpoint.generation import generation_defaults
 from ppd_runtime.models.compiling import code_for, wants_code
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated, emulation_note
@@ -79,9 +77,7 @@ class OneProcessDecoding(TextGenerator):
         recorder, passes = self.stage.recorder, self.stage.layer_passes
         ending.start_clock()
         spent, first, first_ledger, reason = 0.0, 0.0, None, None
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.config.threads_per_worker)
-        try:
+        with cpu_threads(self.config.threads_per_worker):
             stop = StopRule(params, self.info.eos_token_ids, self.tokenizer, prompt_ids)
             tokens = self._tokens(prompt_ids, params, stop)
             recorder.begin(self.config.trace, live == Live.PASSES)
@@ -92,8 +88,6 @@ class OneProcessDecoding(TextGenerator):
                 reason = reason or ending.reason()
                 first, first_ledger = first or spent, first_ledger or recorder.ledger()
                 yield Step(token, right, reason is not None, self._sampler.take_logprobs(), self._news())
-        finally:
-            torch.set_num_threads(threads_before)
         path = PathStats(
             latency_s=spent,
             time_to_first_token_s=first,

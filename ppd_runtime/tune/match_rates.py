@@ -4,7 +4,6 @@
 states after every exit layer: all layers and all k come from these two.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.sampling.params import SamplingParams
@@ -173,14 +173,3 @@ def places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 def _first_place(found: Tensor, otherwise: int) -> Tensor:
     return torch.where(found.any(-1), found.int().argmax(-1), otherwise)
-
-
-@contextlib.contextmanager
-def cpu_threads(number: int) -> Iterator[None]:
-    """Use `number` threads for matrix products, as generation does: more wait for each other on busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

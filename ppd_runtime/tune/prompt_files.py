@@ -20,9 +20,8 @@ SHIPPED = "demo"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and the line of its file, from 1."""
+    """One prompt."""
 
-    line: int
     text: str
     category: str | None = None
     """The kind of prompt, by its file."""
@@ -62,7 +61,7 @@ def texts_under(keys: tuple[str, ...], path: Path, lines: Iterator[bytes]) -> It
         if line.strip():
             try:
                 row = _object(line.rstrip())
-                yield Prompt(number, _text(keys, row), _category(row))
+                yield Prompt(_text(keys, row), _category(row))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}; {_form(keys[0])}") from error
 
@@ -72,7 +71,7 @@ def plain_lines(path: Path, lines: Iterator[bytes]) -> Iterator[Prompt]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield Prompt(number, line.rstrip(b"\r\n").decode("utf-8"))
+                yield Prompt(line.rstrip(b"\r\n").decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line {number}: no UTF-8 text at byte {error.start}") from error
 

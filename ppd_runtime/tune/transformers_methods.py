@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ppd_runtime.methods.early_exit import check_exit_layer
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.checkpoint.loading import errors_only, no_progress_bar
 from ppd_runtime.sampling.params import FROM_THE_MODEL, SamplingParams
 from ppd_runtime.settings.checks import check_share, check_whole
 from ppd_runtime.tune.compare import CannotDecodeError, Drafting, Text
-from ppd_runtime.tune.match_rates import cpu_threads
 
 Arguments = dict[str, Any]
 """What `generate` is called with."""

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import ppd, refused
 from transformers import GenerationMixin
-from typer.testing import CliRunner, Result
 
-from ppd_runtime.cli.main import app
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.tune.rows import check_rows, parse_rows
@@ -35,12 +34,8 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
-
-
 def run(*arguments: object) -> str:
-    result = invoke(*arguments, "--dtype", "float32")
+    result = ppd("bench", *arguments, "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     return result.stdout
@@ -157,9 +152,5 @@ def test_mistakes_get_one_line(model: str, prompts: str, tmp_path: Path, argumen
     given = arguments.replace("FOLDER", str(tmp_path)).split()
     defaults = (("--prompts", prompts), ("--methods", "layerskip"))
     options = [part for option in defaults if option[0] not in given for part in option]
-    result = invoke("--model", model, *given, *options)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("ppd: ")
-    assert result.stderr.count("\n") == 1
-    assert named in result.stderr
+    assert named in refused("bench", "--model", model, *given, *options)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

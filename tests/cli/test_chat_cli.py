@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import ppd, refused
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from typer.testing import CliRunner, Result
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.chat import _cancelled_by_ctrl_c, talk
 from ppd_runtime.cli.conversation import SETTABLE, Conversation, Turn
-from ppd_runtime.cli.main import app
 from ppd_runtime.cli.typed import _completer, typed_at_terminal, typed_lines
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}assistant"
@@ -27,10 +26,6 @@ def template(tmp_path: Path) -> Path:
     return path
 
 
-def chat(typed: str, *arguments: object) -> Result:
-    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=typed)
-
-
 @pytest.mark.parametrize("way", ["--stages 2 --transport local", "--k 1 --transport local", "--method layerskip"])
 def test_a_pipe_has_a_message_a_line(model_folder: Callable[..., Path], template: Path, way: str) -> None:
     folder = model_folder("llama")
@@ -41,7 +36,7 @@ def test_a_pipe_has_a_message_a_line(model_folder: Callable[..., Path], template
             messages.append({"role": "user", "content": question})
             answers.append(ordinary.chat(messages, chat_template=TEMPLATE, max_new_tokens=8).text)
             messages.append({"role": "assistant", "content": answers[-1]})
-    result = chat("word1\nword2\\\nword3\n/exit\nunread\n", *arguments)
+    result = ppd("chat", *arguments, input="word1\nword2\\\nword3\n/exit\nunread\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
     assert result.stderr.count("8 tokens, ") == 2
@@ -55,7 +50,7 @@ def test_what_cannot_be_done_ends_a_pipe_with_one_line(model_folder: Callable[..
         ("/foo\n", "ppd: /foo: no such command; /help lists them, and // begins a message with a slash\n"),
         ('"""\nword1\n', 'ppd: the last message is not finished: \'"""\'; end it with """, or without a backslash\n'),
     ):
-        result = chat(typed, *start)
+        result = ppd("chat", *start, input=typed)
         assert (result.exit_code, result.stderr, result.stdout) == (2, reason, "")
 
 
@@ -75,10 +70,7 @@ def test_models_and_templates_that_cannot_chat_are_refused(
         ("", (folder, "--chat-template", template, "--temperature", "-1"), "--temperature -1.0: must be finite and 0"),
     ):
         wrong.write_text(text)
-        result = chat("word1\n", *arguments)
-        assert result.exit_code == 2
-        assert reason in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert reason in refused("chat", *arguments, input="word1\n")
     assert not started
 
 

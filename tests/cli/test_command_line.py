@@ -12,11 +12,10 @@ from typing import Annotated, get_args
 
 import pytest
 import typer
+from commands import ppd, refused
 from grids import nightly
-from typer.testing import CliRunner, Result
 
 import ppd_runtime
-from ppd_runtime.cli.main import app
 from ppd_runtime.cli.train.adapter import adapter
 from ppd_runtime.cli.train.layerskip import layerskip
 from ppd_runtime.cli.train.probe import probe
@@ -27,10 +26,6 @@ from ppd_runtime.training.layerskip import LayerSkipRecipe
 from ppd_runtime.training.probe import ProbeRecipe
 
 TIMES = "--layer-ms 1 --head-ms 1 --exit-head-ms 1 --hop-ms 0.1"
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def command(
@@ -76,7 +71,7 @@ def test_only_options_that_there_are_are_listed() -> None:
 
 
 def test_the_version_is_told_without_torch() -> None:
-    shown = invoke("--version")
+    shown = ppd("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"ppd {ppd_runtime.__version__}\n")
 
 
@@ -116,18 +111,18 @@ def test_json_goes_to_standard_output_and_out_names_the_file(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The quick brown fox"}\n')
     out, model = tmp_path / "out.json", str(model_folder("llama"))
     given = arguments.replace("FOLDER", str(tmp_path)).replace("MODEL", model).split()
-    result = invoke(*given, "--json", "--out", out)
+    result = ppd(*given, "--json", "--out", out)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("\n") == 1, "nothing but the JSON"
     assert json.loads(result.stdout) == json.loads(out.read_text())
     if given[0] != "search-layers":
         out.unlink()
-        result = invoke(*given, "--out", out)
+        result = ppd(*given, "--out", out)
         with pytest.raises(ValueError):
             json.loads(result.stdout)
         assert json.loads(out.read_text())
         assert not list(tmp_path.glob("*.partial.jsonl"))
-        result = invoke(*given, "--out", tmp_path / "none" / "out.json")
+        result = ppd(*given, "--out", tmp_path / "none" / "out.json")
         assert (result.exit_code, result.stdout) == (2, "")
         assert "give a file in a folder that exists" in result.stderr
 
@@ -137,22 +132,22 @@ def test_json_goes_to_standard_output_and_out_names_the_file(
 def test_the_old_spelling_is_told_the_new_one(name: str, words: list[str]) -> None:
     if words[0] == "--limit" and name == "tradeoff":
         words = words[2:]
-    result = invoke(name, *words)
+    result = ppd(name, *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "ppd: --json prints on standard output and takes no file: give --out old.json\n"
 
 
 def test_other_mistakes_beside_json_keep_their_words() -> None:
-    result = invoke("tradeoff", "--json", "--fast")
+    result = ppd("tradeoff", "--json", "--fast")
     assert (result.exit_code, result.stderr) == (2, "ppd: No such option: --fast\n")
-    result = invoke("tradeoff", "what", "--json")
+    result = ppd("tradeoff", "what", "--json")
     assert "unexpected extra argument" in result.stderr
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip"])
 def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path], method: str) -> None:
     given = ("generate", "fox", "--model", model_folder("llama"), "--method", method, "--max-new-tokens", 4)
-    shown, quiet = invoke(*given), invoke(*given, "--quiet")
+    shown, quiet = ppd(*given), ppd(*given, "--quiet")
     assert shown.exit_code == quiet.exit_code == 0
     assert shown.stdout == quiet.stdout
     assert shown.stdout.startswith("fox")
@@ -161,8 +156,8 @@ def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path],
     assert ("match rate" in shown.stderr) == (method == "layerskip")
     assert shown.stderr.count("\n") == 1
     assert quiet.stderr == ""
-    assert invoke(*given, "--json").stderr == ""
-    late = invoke(*given[:-1], 400, "--timeout-s", 0.001, "--ignore-eos")
+    assert ppd(*given, "--json").stderr == ""
+    late = ppd(*given[:-1], 400, "--timeout-s", 0.001, "--ignore-eos")
     assert late.stderr.rstrip().endswith(", timeout")
 
 
@@ -211,9 +206,8 @@ for arguments, given in json.loads(sys.argv[1]):
 
 
 def test_standard_input_that_is_no_text_is_refused(model_folder: Callable[..., Path]) -> None:
-    arguments = ["generate", "--model", str(model_folder("llama"))]
-    shown = CliRunner().invoke(app, arguments, input=b"\xff\xfe")
-    assert (shown.exit_code, shown.stderr) == (2, "ppd: standard input: no UTF-8 text at byte 0; give a text\n")
+    line = refused("generate", "--model", model_folder("llama"), input=b"\xff\xfe")
+    assert line == "ppd: standard input: no UTF-8 text at byte 0; give a text\n"
 
 
 def test_a_gguf_file_that_is_none_is_named_as_such(tmp_path: Path) -> None:
@@ -224,7 +218,4 @@ def test_a_gguf_file_that_is_none_is_named_as_such(tmp_path: Path) -> None:
         (tmp_path, "a folder of GGUF files; give one of them"),
         ("somebody/some-model.GGUF", "no such GGUF file here; give one, a folder, a hub name or 'demo'"),
     ):
-        result = invoke("generate", "x", "--model", model)
-        assert result.exit_code == 2
-        assert reason in result.stderr
-        assert result.stderr.count("\n") == 1
+        assert reason in refused("generate", "x", "--model", model)

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import ppd, refused
 
-from ppd_runtime.cli.demo import _layouts, _print_all, demo
+from ppd_runtime.cli.demo import _layouts, _print_all
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.tune.layouts import Layout, LayoutFigures
 
@@ -73,12 +72,8 @@ def test_load_of_other_programs_is_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_one_token_is_refused_before_anything_starts() -> None:
-    app = typer.Typer()
-    app.command()(demo)
-    result = CliRunner().invoke(app, ["--max-new-tokens", "1"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--max-new-tokens 1: times are for tokens after the first, give at least 2" in result.stderr
-    assert result.stderr.count("\n") == 1
+    line = refused("demo", "--max-new-tokens", "1")
+    assert "--max-new-tokens 1: times are for tokens after the first, give at least 2" in line
 
 
 def test_without_options_it_times_the_usual_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +85,5 @@ def test_without_options_it_times_the_usual_candidates(monkeypatch: pytest.Monke
         raise ValueError("k is known: enough")
 
     monkeypatch.setattr("ppd_runtime.cli.demo._layouts", layouts)
-    app = typer.Typer()
-    app.command()(demo)
-    CliRunner().invoke(app, [])
+    ppd("demo")
     assert asked == [3]

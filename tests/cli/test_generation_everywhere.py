@@ -8,13 +8,12 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from commands import ppd, printed
 from generation_files import DEMO, generated, with_generation
 from models_for_tests import build_model, build_tokenizer
 from servers import running
-from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, open_method
-from ppd_runtime.cli.main import app
 
 ModelFolder = Callable[..., Path]
 PROMPT, NEW = "def read_lines(path):\n", 40
@@ -121,9 +120,7 @@ def test_where_one_token_is_asked_for_ties_go_as_greedily(tied: Path, way: str) 
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--dtype", "float32"])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return printed(*arguments, "--dtype", "float32")
 
 
 def test_the_command_line_takes_and_leaves_them(tmp_path: Path, text: tuple[int, ...]) -> None:
@@ -141,7 +138,7 @@ def test_a_seed_by_chance_is_told(text: tuple[int, ...]) -> None:
     assert told[0]["token_ids"] != told[1]["token_ids"]
     for result in told:
         assert json.loads(run(*asked, "--json", "--seed", result["seed"]))["token_ids"] == result["token_ids"]
-    shown = CliRunner().invoke(app, [*map(str, asked), "--seed", "-1"])
+    shown = ppd(*asked, "--seed", -1)
     assert re.search(r", seed \d+\n", shown.stderr)
 
 

@@ -6,17 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from commands import ppd, refused
 
-from ppd_runtime.cli.plan import plan
 from ppd_runtime.cost_model import devices
 from ppd_runtime.cost_model.devices import Parts
 from ppd_runtime.cost_model.match_rates import read_match_rates
 
-app = typer.Typer()
-app.command()(plan)
 TIMES = ("--layer-ms", "0.4", "--head-ms", "0.3", "--exit-head-ms", "0.3", "--hop-ms", "0.1")
 RATES = {"3": {"1": 0.3, "3": 0.4}, "4": {"1": 0.6, "3": 0.8}, "7": {"1": 0.9, "3": 0.95}}
 BOUNDARIES = [
@@ -34,13 +29,9 @@ def rates(tmp_path: Path) -> Path:
     return path
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    result = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--out", out)
+    result = ppd("plan", "--match-rates", rates, *TIMES, "--devices", 4, "--out", out)
     assert (result.exit_code, result.stderr) == (0, "")
     data, known = json.loads(out.read_text()), read_match_rates(rates)
     covered, _ = known.covered(8)
@@ -63,7 +54,7 @@ def test_the_table_and_the_file(rates: Path, tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_planned(rates: Path) -> None:
     def planned(*more: object) -> dict:
-        result = invoke("--match-rates", rates, *TIMES, "--devices", 4, "--json", *more)
+        result = ppd("plan", "--match-rates", rates, *TIMES, "--devices", 4, "--json", *more)
         assert result.exit_code == 0, result.stderr
         return json.loads(result.stdout)
 
@@ -140,11 +131,8 @@ def test_mistakes_are_named_in_one_line(rates: Path, tmp_path: Path, arguments: 
         (tmp_path / name).write_text(text)
     before = sorted(tmp_path.iterdir())
     asked = f"--devices 4 {' '.join(TIMES)}"
-    result = invoke(*arguments.replace("ASKED", asked).replace("FOLDER", str(tmp_path)).split())
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert named.replace("FOLDER", str(tmp_path)) in result.stderr
-    assert result.stderr.count("\n") == 1
+    line = refused("plan", *arguments.replace("ASKED", asked).replace("FOLDER", str(tmp_path)).split())
+    assert named.replace("FOLDER", str(tmp_path)) in line
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -167,4 +155,4 @@ assert not slow, slow
 def test_weights_of_few_bits_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"match_rates": RATES, "num_layers": 8, "weights": "int8"}))
-    assert "demo, int8 weights, 8 layers" in invoke("--match-rates", path, *TIMES, "--devices", 4).stdout
+    assert "demo, int8 weights, 8 layers" in ppd("plan", "--match-rates", path, *TIMES, "--devices", 4).stdout

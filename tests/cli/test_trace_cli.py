@@ -6,24 +6,18 @@ import re
 import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import ppd, refused
 
 from ppd_runtime import OrdinaryDecoding
-from ppd_runtime.cli.generate import generate
 
-app = typer.Typer()
-app.command()(generate)
+GENERATE = ("generate", "The quick")
+NOWHERE = (*GENERATE, "--model", "no/such/model")
 
 
 @pytest.fixture(scope="module")
 def folder(model_folder):
     """A small model."""
     return str(model_folder("llama", num_layers=4))
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["The quick", *map(str, arguments)])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ def test_both_files_are_written_and_the_text_stays(folder, tmp_path, layout):
     pytest.importorskip("matplotlib")
     trace, timeline = tmp_path / "t.json", tmp_path / "t.png"
     options = ("--model", folder, *layout, "--max-new-tokens", 6, "--ignore-eos", "--json")
-    result = invoke(*options, "--trace", trace, "--timeline", timeline)
+    result = ppd(*GENERATE, *options, "--trace", trace, "--timeline", timeline)
     assert (result.exit_code, result.stderr) == (0, "")
     expected = OrdinaryDecoding(folder).generate("The quick", max_new_tokens=6, ignore_eos=True)
     assert tuple(json.loads(result.stdout)["token_ids"]) == expected.token_ids
@@ -51,7 +45,7 @@ def test_a_timeline_has_a_line_for_each_stage(folder, tmp_path):
     pytest.importorskip("matplotlib")
     timeline = tmp_path / "t.svg"
     options = ("--model", folder, "--transport", "local", "--stages", 3, "--max-new-tokens", 6, "--ignore-eos")
-    assert invoke(*options, "--timeline", timeline).exit_code == 0
+    assert ppd(*GENERATE, *options, "--timeline", timeline).exit_code == 0
     words = re.findall("<!-- (.*) -->", timeline.read_text())
     heights = re.findall(r"<!-- (stage \d) -->\s*<g [^>]*translate\(\S+ ([\d.]+)\)", timeline.read_text())
     from_the_top = sorted(heights, key=lambda pair: float(pair[1]))
@@ -74,31 +68,23 @@ def test_a_timeline_has_a_line_for_each_stage(folder, tmp_path):
 def test_mistaken_files_are_refused_before_anything_starts(options, complaint, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    result = invoke("--model", "no/such/model", *options)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"ppd: {complaint}")
-    assert result.stderr.count("\n") == 1
+    assert refused(*NOWHERE, *options).startswith(f"ppd: {complaint}")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_plain_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    result = invoke("--model", "no/such/model", "--trace", tmp_path / "pipe")
-    assert result.exit_code == 2
-    assert "is a device or a pipe" in result.stderr
+    assert "is a device or a pipe" in refused(*NOWHERE, "--trace", tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     tmp_path.chmod(0o500)
-    result = invoke("--model", "no/such/model", "--trace", tmp_path / "t.json")
-    assert result.exit_code == 2
-    assert "cannot be written to" in result.stderr
+    assert "cannot be written to" in refused(*NOWHERE, "--trace", tmp_path / "t.json")
 
 
 def test_a_timeline_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = invoke("--model", "no/such/model", "--timeline", tmp_path / "t.png")
-    assert result.exit_code == 2
-    assert result.stderr == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'
+    line = refused(*NOWHERE, "--timeline", tmp_path / "t.png")
+    assert line == 'ppd: plots need matplotlib: run pip install ".[plots]" in the project\'s folder\n'

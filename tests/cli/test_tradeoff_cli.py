@@ -6,15 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import ppd, refused
 
-from ppd_runtime.cli.tradeoff import tradeoff
 from ppd_runtime.cost_model import staged, theory
 from ppd_runtime.files.atomic import atomic_file
 
-app = typer.Typer()
-app.command()(tradeoff)
 INPUTS = {"num_layers", "exit_layer", "k", "match_rate", "num_new_tokens"}
 KEYS = {"latency_units", "latency_ratio", "speedup", "compute_units", "compute_per_token", "compute_per_time"}
 MEASURED = {"match_rates": {"20": {"1": 0.5281, "3": 0.6837, "5": 0.7415}, "30": {"3": 0.8749}}, "model": "Vicuna-13B"}
@@ -29,7 +25,7 @@ def measured(tmp_path: Path) -> Path:
 
 
 def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, arguments)
+    result = ppd("tradeoff", *arguments)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     return result.stdout
@@ -84,7 +80,7 @@ def test_a_file_of_every_exit_layer_says_how_deep_the_model_is(tmp_path: Path) -
     rates = {str(layer): {"1": layer / 10} for layer in range(1, 6)}
     path.write_text(json.dumps({"match_rates": rates, "num_layers": 6}))
     for arguments in ([], ["--layers", "6"]):
-        result = CliRunner().invoke(app, ["--match-rates", str(path), "--json", *arguments])
+        result = ppd("tradeoff", "--match-rates", path, "--json", *arguments)
         rows = json.loads(result.stdout)
         assert [(row["num_layers"], row["exit_layer"]) for row in rows] == [(6, 3), (6, 4), (6, 5)]
         assert result.stderr == f"ppd: left out exit layers 1, 2 of {path}: Theorem 4.1 needs at least half depth\n"
@@ -250,11 +246,7 @@ def test_mistakes_with_stages_are_named_in_one_line(tmp_path: Path, arguments: s
     for name, boundaries in {**rows, "good": BOUNDARIES["first_boundary"]}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**BOUNDARIES, "first_boundary": boundaries}))
     before = sorted(tmp_path.iterdir())
-    result = CliRunner().invoke(app, arguments.replace("FOLDER", str(tmp_path)).split())
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert named in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert named in refused("tradeoff", *arguments.replace("FOLDER", str(tmp_path)).split())
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -291,11 +283,8 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, arguments: str, named: s
     for name, text in {**texts, "good": '{"match_rates": {"20": {"3": 0.5}}}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     before = sorted(tmp_path.iterdir())
-    result = CliRunner().invoke(app, arguments.replace("FOLDER", str(tmp_path)).split())
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert named.replace("FOLDER", str(tmp_path)) in result.stderr
-    assert result.stderr.count("\n") == 1
+    line = refused("tradeoff", *arguments.replace("FOLDER", str(tmp_path)).split())
+    assert named.replace("FOLDER", str(tmp_path)) in line
     assert sorted(tmp_path.iterdir()) == before
 
 

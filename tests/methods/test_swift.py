@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import printed, refused
 from models_for_tests import SLIDING_WINDOW, load_stage
-from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, decode, open_method
-from ppd_runtime.cli.main import app
 from ppd_runtime.methods.stopping import Stopping
 from ppd_runtime.methods.swift import Swift
 from ppd_runtime.models.checkpoint.description import describe
@@ -160,14 +159,12 @@ def test_the_command_finds_a_set_that_generate_takes(model_folder: ModelFolder, 
     folder, out, prompts = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json", tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "The quick brown fox"}\n{"prompt": "A model"}\n')
     command = f"search-layers --model {folder} --prompts {prompts} --out {out} --dtype float32 --search-steps 20"
-    result = CliRunner().invoke(app, [*command.split(), "--max-new-tokens", "60"])
-    assert result.exit_code == 0, result.output
+    printed(*command.split(), "--max-new-tokens", 60)
     card = json.loads(out.read_text())
     assert card["search"]["steps"] == 20 or card["search"]["matchness"] > 0.95
     assert read_layer_set(out, describe(folder)) == LayerSet(tuple(card["attention"]), tuple(card["mlp"]))
-    short = CliRunner().invoke(app, [*command.split(), "--max-new-tokens", "9"])
-    assert short.exit_code == 2
-    assert "no prompt's continuation has more than the 32 tokens to score sets by" in short.stderr
+    short = refused(*command.split(), "--max-new-tokens", 9)
+    assert "no prompt's continuation has more than the 32 tokens to score sets by" in short
     expected = OrdinaryDecoding(folder, dtype="float32").generate("The", max_new_tokens=9).token_ids
     assert decode(folder, "The", "swift", layer_set=out, dtype="float32", max_new_tokens=9).token_ids == expected
 
@@ -175,8 +172,7 @@ def test_the_command_finds_a_set_that_generate_takes(model_folder: ModelFolder, 
 def test_a_set_that_was_found_with_few_bits_is_for_these(model_folder: ModelFolder, tmp_path: Path) -> None:
     folder, out = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json"
     command = f"search-layers --model {folder} --out {out} --search-steps 0 --weights int8"
-    result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == 0, result.output
+    printed(*command.split())
     assert json.loads(out.read_text())["weights"] == "int8"
     found = read_layer_set(out, describe(folder, "int8"))
     quantise_model(folder, tmp_path / "int8", "int8")
@@ -190,9 +186,8 @@ def test_a_set_that_was_found_with_few_bits_is_for_these(model_folder: ModelFold
 
 def test_without_a_step_the_uniform_set_is_written(model_folder: ModelFolder, tmp_path: Path) -> None:
     folder, out = str(model_folder("llama", num_layers=NUM_LAYERS)), tmp_path / "s.json"
-    result = CliRunner().invoke(app, f"search-layers --model {folder} --out {out} --search-steps 0".split())
-    assert result.exit_code == 0, result.output
-    assert "0 sets tried, so it is the uniform one" in result.stdout
+    shown = printed(*f"search-layers --model {folder} --out {out} --search-steps 0".split())
+    assert "0 sets tried, so it is the uniform one" in shown
     assert json.loads(out.read_text())["search"]["matchness"] is None
 
 

@@ -8,6 +8,7 @@ from compilers import needs_compiler
 from grids import pairs_first
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.native.attention import few_tokens_attention
 
 pytestmark = needs_compiler
@@ -129,14 +130,9 @@ def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int, int, i
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     given = (*inputs((8, 8, 64, 64), 3, 1024), *in_place(3, 1000), 0.125, 0.0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     expected = few_tokens_attention(*given)
-    torch.set_num_threads(threads)
-    try:
+    with cpu_threads(threads):
         assert torch.equal(few_tokens_attention(*given), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_extreme_scores() -> None:

@@ -1,13 +1,17 @@
 """Weights of few bits: each form of their product has the bits of the definition, whatever runs beside a row."""
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
-from few_bits import drawn
 from torch import Tensor
 
-from ppd_runtime.models.native.few_bits_products import forms, product_in_form, product_in_numpy
-from ppd_runtime.models.native.formats import NUMBER_FORMATS, NumberFormat, Numbers
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
+from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, NumberFormat, Numbers
+from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.packing import as_floats, pack, packed_as, packed_bytes, rows_in_floats, unpack
 from ppd_runtime.models.native.products import PRODUCTS, product
 from ppd_runtime.models.native.quantising import FORMAT_OF, quantise, quantise_roughly
@@ -15,6 +19,79 @@ from ppd_runtime.models.native.quantising import FORMAT_OF, quantise, quantise_r
 SHAPES = [(16, 1), (33, 3), (5, 2), (160, 5)]
 """Outputs, and blocks of a row."""
 of_formats = pytest.mark.parametrize("form", NUMBER_FORMATS.values(), ids=list(NUMBER_FORMATS))
+
+
+def drawn(form: NumberFormat, outputs: int, groups: int, seed: int = 0) -> Numbers:
+    """Numbers over all that a file may hold: the lowest codes, and scales below normal ones too."""
+    drawing = np.random.default_rng(seed)
+    halves, blocks = (outputs, groups, form.halves), (outputs, groups // form.groups)
+    most = 16 if form.shares_bytes else 128
+    codes = drawing.integers(0, len(form.values), (outputs, groups, GROUP), dtype=np.uint8)
+    codes[0, 0] = 0
+    if form.exponents:
+        scales = drawing.integers(116, 128, blocks, dtype=np.uint8)
+        scales[-1, -1], scales[0, -1] = 0, 1
+    else:
+        scales = (drawing.standard_normal(blocks) / 100).astype(np.float16)
+        scales[-1, -1], scales[0, -1] = 3e-7, 0
+    return Numbers(
+        form,
+        codes,
+        scales,
+        drawing.integers(0 if form.has_minimum else -128, most, halves).astype(np.int8) if form.halves else None,
+        (drawing.standard_normal(blocks) / 10).astype(np.float16) if form.has_minimum else None,
+        drawing.integers(0, most, halves).astype(np.uint8) if form.halves and form.has_minimum else None,
+    )
+
+
+def product_in_numpy(states: Tensor, packed: Tensor) -> Tensor:
+    """The product of states `[tokens, inputs]` with a packed matrix, step by step: C++ has to give these bits."""
+    numbers, of_states = unpack(packed), states.numpy().reshape(len(states), -1, GROUP)
+    form, (a, s) = numbers.form, rounded(of_states)
+    halves, scales, minimums = max(1, form.halves), numbers.scales_in_floats, numbers.minimums_of_halves
+    whole = numbers.whole.astype(np.int32).reshape(*numbers.codes.shape[:2], halves, -1)
+    a = a.reshape(*a.shape[:2], halves, -1)
+    result = np.zeros((len(states), len(whole)), np.float32)
+    for group in range(of_states.shape[1]):
+        sums = np.einsum("thi,rhi->trh", a[:, group], whole[:, group])
+        if numbers.parts is not None:
+            sums = sums * numbers.parts[:, group].astype(np.int32)
+        scale = scales[None, :, group // form.groups] * s[:, group, None]
+        result = result + sums.sum(-1).astype(np.float32) * scale
+        if minimums is not None:
+            for half in range(halves):
+                weighted = s[:, group] * a[:, group, half].sum(-1).astype(np.float32)
+                result = result - minimums[None, :, group, half] * weighted[:, None]
+    return torch.from_numpy(result)
+
+
+def rounded(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """States as whole numbers, int32 `[tokens, groups, 32]`, and their scales, float32 `[tokens, groups]`."""
+    largest = np.abs(groups).max(-1)
+    finite, small = np.isfinite(largest), largest < np.float32(2.0**-100)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(finite & ~small, np.float32(127) / largest, np.float32(0))
+        whole = np.where((finite & ~small)[..., None], np.rint(groups * inverse[..., None]), np.float32(0))
+        scales = np.where(small, np.float32(0), np.where(finite, largest / np.float32(127), np.float32(np.nan)))
+    return whole.astype(np.int32), scales
+
+
+def forms() -> list[str]:
+    """The forms of the product that this CPU has, by instruction set; the last is the one that is used."""
+    names = load().ppd_quantised_forms
+    names.restype = ctypes.c_char_p
+    return names().decode().split(",")
+
+
+@contextmanager
+def product_in_form(form: str) -> Iterator[None]:
+    """Compute products in one of `forms` inside the block."""
+    choose = load().ppd_choose_quantised_form
+    assert choose(form.encode())
+    try:
+        yield
+    finally:
+        choose(forms()[-1].encode())
 
 
 def states(tokens: int, inputs: int, seed: int = 1) -> Tensor:
@@ -52,6 +129,7 @@ def test_what_is_packed_comes_out_as_it_went_in(form: NumberFormat, shape: tuple
 @of_formats
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_form_has_the_bits_of_the_definition(form: NumberFormat, shape: tuple[int, int]) -> None:
+    assert forms()[0] == "plain"
     packed = pack(drawn(form, shape[0], shape[1] * form.groups))
     for tokens in (1, 2, 3, 4, 5, 9):
         given = states(tokens, packed_as(packed).inputs)
@@ -101,13 +179,10 @@ def test_matrices_in_different_formats_have_the_bits_of_each_in_one_call() -> No
     ]
     given = states(3, 256)
     alone = [product(given, matrix) for matrix in matrices]
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             assert torch.equal(PRODUCTS[2](given, *matrices), torch.cat(alone, dim=1))
             assert torch.equal(PRODUCTS[1](given, *matrices[:2]), torch.cat(alone[:2], dim=1))
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
@@ -156,9 +231,3 @@ def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
             packed_as(wrong.contiguous())
         with pytest.raises(ValueError, match="not made for"):
             product(torch.zeros(1, 256), wrong.contiguous())
-
-
-def test_a_form_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="this CPU has plain"), product_in_form("abacus"):
-        pass
-    assert forms()[0] == "plain"

@@ -10,6 +10,7 @@ import torch
 from compilers import needs_compiler
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dtype import cpu_threads
 from ppd_runtime.models.native import library
 from ppd_runtime.models.native.packing import pack
 from ppd_runtime.models.native.products import (
@@ -65,14 +66,10 @@ def test_a_tokens_bits_depend_on_nothing_beside_it(shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.dtype) -> None:
-    before, states, weight = torch.get_num_threads(), numbers(3, 512), numbers(1031, 512).to(dtype)
-    torch.set_num_threads(1)
+    states, weight = numbers(3, 512), numbers(1031, 512).to(dtype)
     expected = product(states, weight)
-    torch.set_num_threads(threads)
-    try:
+    with cpu_threads(threads):
         assert torch.equal(product(states, weight), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

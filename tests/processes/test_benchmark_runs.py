@@ -121,6 +121,6 @@ def test_a_report_tells_of_failures_and_leaves_the_good_one_alone(tmp_path, monk
     text = path.read_text()
     assert f"## Start-up\n\n```\npython -m benchmarks.{COMMAND}  # " in text
     assert text.count("| tradeoff | ") == 1
-    assert "FAILED with exit code 2: startup.py: --only dask: choose from " in text
+    assert "FAILED with exit code 2: startup.py: error: argument --only: dask: choose from " in text
     assert "1 of 2 failed" in text
     assert f"{datetime.date.today()}, commit " in text

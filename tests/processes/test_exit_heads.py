@@ -5,29 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from commands import ppd, printed, refused
 from grids import nightly
 from heads_for_tests import make_head, write_texts
-from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.cli.main import app
 from ppd_runtime.models.trained.heads import AFFINE, LM_HEAD
 from ppd_runtime.training.exit_head import HeadTraining
 
 ModelFolder = Callable[..., Path]
 PROMPT = "The quick brown fox"
 QUICK = ("--batch-size", 4, "--max-length", 32, "--epochs", 1, "--max-steps", 6)
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def run(*arguments: object) -> str:
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +56,7 @@ def test_exact_tokens_with_trained_heads(
 def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
     data, out = write_texts(tmp_path / "texts.jsonl"), tmp_path / "head"
     command = ("train", "exit-head", "--model", model, "--data", data, "--out", out, "--loss", "distil", *QUICK)
-    shown = run(*command, "--exit-layer", 3, "--learning-rate", 0.01)
+    shown = printed(*command, "--exit-layer", 3, "--learning-rate", 0.01)
     assert "lm-head for layer 3 of 4" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
@@ -77,7 +65,7 @@ def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
 
     rates = tmp_path / "rates.json"
     measured = ("match-rate", "--model", model, "--limit", 2, "--max-new-tokens", 8, "--out", rates)
-    run(*measured, "--exit-head", out)
+    printed(*measured, "--exit-head", out)
     report = json.loads(rates.read_text())
     assert (list(report["match_rates"]), report["exit_head"]) == (["3"], f"lm-head {card['weights_sha256']}")
 
@@ -95,12 +83,12 @@ def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
         8,
         "--json",
     )
-    assert tuple(json.loads(run("generate", PROMPT, *arguments))["token_ids"]) == expected.token_ids
+    assert tuple(json.loads(printed("generate", PROMPT, *arguments))["token_ids"]) == expected.token_ids
 
 
 def test_json(model: Path, tmp_path: Path) -> None:
     given = ("--model", model, "--data", write_texts(tmp_path / "texts.jsonl"), "--out", tmp_path / "head", *QUICK)
-    output = json.loads(run("train", "exit-head", "--kind", "affine", "--json", "--threads", 1, *given))
+    output = json.loads(printed("train", "exit-head", "--kind", "affine", "--json", "--threads", 1, *given))
     assert (output["steps"], list(output["after"]["match_rates"])) == (6, ["greedy", "shared_noise", "logits"])
     assert json.loads((tmp_path / "head" / "exit_head.json").read_text())["exit_layer"] == 2
 
@@ -118,14 +106,12 @@ def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(HeadTraining, "_step", interrupted)
         patch.setattr(HeadTraining.run, "__defaults__", (0.0,))  # save after every step
-        result = invoke(*command)
+        result = ppd(*command)
     assert result.exit_code == 130
     assert "head.unfinished.safetensors; the same command goes on" in result.stderr
     assert not out.exists()
-    refused = invoke(*command, "--seed", 1)
-    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "unfinished training with --seed 0, not 1" in refused.stderr
-    run(*command)
+    assert "unfinished training with --seed 0, not 1" in refused(*command, "--seed", 1)
+    printed(*command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
 
 
@@ -153,8 +139,5 @@ def test_mistakes_get_one_line(
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
     before = sorted(tmp_path.rglob("*"))
     given = arguments.replace("OTHER", str(other)).replace("HEAD", str(head)).replace("FOLDER", str(tmp_path))
-    result = invoke(*given.split(), "--model", model)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert named in " ".join(result.stderr.split())
-    assert result.stderr.count("\n") == 1
+    assert named in " ".join(refused(*given.split(), "--model", model).split())
     assert sorted(tmp_path.rglob("*")) == before

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from busy_cores import busy, cores
+from commands import printed
 from grids import nightly
-from typer.testing import CliRunner
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.cli.plan import plan
 from ppd_runtime.host import available_cores
 from ppd_runtime.tune import plan as planning
 from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, measured, opened
@@ -27,8 +25,6 @@ THREADS, ONE, STAGES = (
     Layout("k=1", {"k": 1}, 2),
     Layout("2 stages", {"stages": 2}, 2),
 )
-app = typer.Typer()
-app.command()(plan)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +100,9 @@ def test_the_command_on_a_small_model(model_folder: Callable[..., Path], tmp_pat
     prompts, out = (tmp_path / name for name in ("prompts.txt", "plan.json"))
     prompts.write_text("The quick brown fox\nA model writes\n")
     asked = ["--model", model_folder("llama"), "--prompts", prompts, "--max-new-tokens", 9, "--seconds", 0]
-    result = CliRunner().invoke(app, [*map(str, asked), "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    shown = printed("plan", *asked, "--out", out)
     data = json.loads(out.read_text())
-    assert data["verdict"] in result.stdout
+    assert data["verdict"] in shown
     names = {row["name"] for row in data["layouts"]} | set(data["left_out"])
     assert names == {layout.name for layout in fitting(data["devices"], 4, 1, True)}
     speeds = [row["speedup"] for row in data["layouts"]]

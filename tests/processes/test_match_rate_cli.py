@@ -5,15 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from commands import ppd, refused
 
-from ppd_runtime.cli.match_rate import match_rate
 from ppd_runtime.cost_model.match_rates import read_match_rates
 
-app = typer.Typer()
-app.command()(match_rate)
 PROMPTS = ("The quick brown fox", "A model writes", "Whoever may compute the next token")
 
 
@@ -31,12 +26,8 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def run(*arguments: object) -> str:
-    result = invoke(*arguments)
+    result = ppd("match-rate", *arguments)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     return result.stdout
@@ -99,7 +90,9 @@ def test_first_boundaries_of_even_and_of_other_stages(model: str, prompts: str, 
 def test_skipped_prompts_are_counted(model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("x" * 600, "The quick")))
-    result = invoke("--model", model, "--prompts", path, "--max-new-tokens", 4, "--out", tmp_path / "out.json")
+    result = ppd(
+        "match-rate", "--model", model, "--prompts", path, "--max-new-tokens", 4, "--out", tmp_path / "out.json"
+    )
     assert result.exit_code == 0
     assert result.stderr == "ppd: skipped 1 of 2 prompts: too long for the model's positions\n"
     report = json.loads((tmp_path / "out.json").read_text())
@@ -141,9 +134,5 @@ def test_mistakes_are_named_in_one_line(model: str, prompts: str, tmp_path: Path
         (tmp_path / f"{name}.jsonl").write_text(text)
     before = sorted(tmp_path.iterdir())
     given = arguments.replace("FOLDER", str(tmp_path)).split()
-    result = invoke("--model", model, "--prompts", prompts, *given)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert named in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert named in refused("match-rate", "--model", model, "--prompts", prompts, *given)
     assert sorted(tmp_path.iterdir()) == before

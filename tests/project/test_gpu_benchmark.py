@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import hop
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu.bits import ROWS_KEEP_THEIR_BITS
+from benchmarks.gpu.passes import ROWS_KEEP_THEIR_BITS
 from benchmarks.gpu.processes import run_stage
-from benchmarks.models import shape_config
+from benchmarks.models import random_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_a_stage_that_fails_and_one_that_takes_too_long_stop_no_other(
 ) -> None:
     """`hops` is not in the module that is asked; `bits` gets no time."""
     monkeypatch.setitem(runner.STAGES, "bits", ("bits", 0.0))
-    monkeypatch.setitem(runner.STAGES, "hops", ("llama", 60.0))
+    monkeypatch.setitem(runner.STAGES, "hops", ("passes", 60.0))
     assert run(monkeypatch, tmp_path, "hops,bits,versions") == 1
     lines = [json.loads(line) for line in (tmp_path / "stages.jsonl").read_text().splitlines()]
     assert [line["stage"] for line in lines] == ["hops", "bits", "versions"]
@@ -50,7 +50,7 @@ def test_what_a_stage_found_before_its_end_stays(tmp_path: Path, monkeypatch: py
         " print('{\"ms\": 2', flush=True)\n print('why', file=sys.stderr, flush=True)\n os._exit(3)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    line = run_stage("stage", "dying", tmp_path, pretend=True, deadline_s=60)
+    line = run_stage("stage", "dying", pretend=True, deadline_s=60)
     assert line["rows"] == [{"ms": 1.5}]
     assert line["error"] == "exit code 3: why"
     wrong = line | {"rows": [{"equal": False, "note": "a|b", "ms": None}], "pretend": False}
@@ -61,7 +61,7 @@ def test_what_a_stage_found_before_its_end_stays(tmp_path: Path, monkeypatch: py
 
 def test_its_models_have_grouped_heads_of_128_numbers() -> None:
     for shape in ("little", "small", "llama3-8b"):
-        config = shape_config(shape)
+        config = random_config(shape)
         assert config.head_dim == 128
         assert config.num_attention_heads > config.num_key_value_heads
 
@@ -80,7 +80,7 @@ def test_an_unknown_stage_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, tmp_path, "hops,nonsense") == 2
-    assert "--stages: 'nonsense' is none of versions, " in capsys.readouterr().err
+    assert "argument --stages: nonsense: choose from versions, " in capsys.readouterr().err
 
 
 def on_a_bare_machine(tmp_path: Path, *options: str) -> dict[str, dict]:

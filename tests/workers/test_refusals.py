@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import refused
 from models_for_tests import build_tokenizer, save_model
-from typer.testing import CliRunner
 from ways import LAYOUTS, PROMPT, WAYS
 
 import ppd_runtime.client.request
 import ppd_runtime.launch.startup
 import ppd_runtime.pipeline.staged.last_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RequestError, SamplingParams, open_method
-from ppd_runtime.cli.main import app
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
@@ -115,10 +114,9 @@ def test_measuring_and_training_refuse_them_first(larger_tokenizer: str, tmp_pat
     (tmp_path / "texts.jsonl").write_text('{"prompt": "a quick fox"}\n{"prompt": "fox <pad>"}\n')
     given, out = "--data" if "train" in command else "--prompts", tmp_path / "out"
     files = [given, str(tmp_path / "texts.jsonl"), "--out", str(out)]
-    result = CliRunner().invoke(app, [*command.split(), "--model", larger_tokenizer, *files])
-    assert result.exit_code == 2, result.output
+    line = refused(*command.split(), "--model", larger_tokenizer, *files)
     which = "" if "train" in command else "prompt 2 of 2: "
-    assert result.stderr.startswith(f"ppd: {which}the tokenizer makes '<pad>' token id 300, which the model lacks")
+    assert line.startswith(f"ppd: {which}the tokenizer makes '<pad>' token id 300, which the model lacks")
     assert not out.exists()
 
 

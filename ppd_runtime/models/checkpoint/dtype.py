@@ -1,9 +1,10 @@
 """Measures once which dtype is fastest for one-token passes of a model's shapes on this CPU; keeps the result."""
 
+import contextlib
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -54,10 +55,17 @@ def measure_ratio(shapes: Sequence[Shape], num_layers: int, stored: torch.dtype,
     A round reads the weights of as many layers as the model has, or as fit in 192 MiB, so that caches help it as much
     as the model. Takes some 0.2 s.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with cpu_threads(threads):
         return _ratio(*(_weights(shapes, num_layers, dtype) for dtype in (torch.float32, stored)))
+
+
+@contextlib.contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Use `number` threads for matrix products in the block: more wait for each other on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
 

@@ -176,11 +176,6 @@ class CompiledLayers:
         files = {kind: _code_of_part(part, kind) for kind in (1, PassKind.SEVERAL, PassKind.HEAD)}
         return CompiledLayers(part, {kind: paths for kind, paths in files.items() if paths}, code_of=_code_of_part)
 
-    def weights_read(self, index: int) -> dict[str, Tensor]:
-        """A layer's weights in one token's pass, by name."""
-        names = weights_of(layer_for(self._model, index, 1))
-        return dict(zip(names, self._layers[1][index].weights, strict=True))
-
     def over(self, model: PreTrainedModel) -> "CompiledLayers":
         """The first layer's code with the weights of a model of this layer alone."""
         files = {kind: paths[:1] for kind, paths in self._files.items() if head_rows(kind) is None}

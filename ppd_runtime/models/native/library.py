@@ -88,18 +88,6 @@ class Operator:
         (tensor,) = _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(result)])  # one alone it copies, and keeps
         return tensor
 
-    def bound(self, *arguments: Any) -> Callable[[], None]:
-        """A call that computes it for these arguments and drops the result, with almost no Python: for timing."""
-        tensors = [a for a in arguments if isinstance(a, Tensor)]
-        function, handles, result = getattr(load(), self._function), _handles(tensors), ctypes.c_void_p()
-        given = (*handles, *map(ctypes.c_double, arguments[len(tensors) :]), ctypes.byref(result))
-
-        def compute() -> None:
-            function(*given)
-            load().aoti_torch_delete_tensor_object(result)
-
-        return compute
-
     def in_graphs(self) -> Any:
         """This function as an operator of PyTorch's, for graphs. Running it needs the code, making a graph does not."""
         with self._defining:
