@@ -58,6 +58,8 @@ class AdaptReport:
     """Share of the held-out tokens that the shortlist has; others count as wrong."""
     layers: tuple[LayerReport, ...]
     stages: tuple[StagesReport, ...]
+    drafter: tuple[Shares, ...] = ()
+    """How often a drafter is right about the first token, the second behind the right first, and so on."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
