@@ -276,6 +276,19 @@ def test_heads_that_stages_use(folder: Path, prompts: Path, tmp_path: Path, weig
         assert runtime.generate("the quick", max_new_tokens=12).token_ids == expected
 
 
+def test_without_a_folder_stages_find_the_heads(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    for layers in ((1,), (2,)):  # the second takes the first one's place
+        report = adapt(str(folder), prompts=str(prompts), layers=layers, minutes=0.02)
+        check(report, Path(report.folder), str(folder), list(layers))
+    assert [path.name for path in Path(report.folder).parent.iterdir()] == [Path(report.folder).name]
+    with PPDRuntime(str(folder), stages=2, transport="local") as runtime:
+        assert [head.exit_layer for spec in runtime._specs if (head := spec.exit_head) != "shared"] == [2]
+
+
 def stopping(after: int) -> Iterator[Callable[[str], None]]:
     """Progress that stops a run at its first line, then at its second one, and so on up to `after`."""
     for last in range(1, after):
