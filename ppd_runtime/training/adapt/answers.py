@@ -1,7 +1,9 @@
 """The model's own answers to prompts, several at a time, each in the file as soon as it is whole."""
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +14,13 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import IN_PROCESS_SETTINGS
 from ppd_runtime.text import StopRule
 from ppd_runtime.training.adapt.sources import ANSWER_TOKENS, Source
 from ppd_runtime.training.adapt.work_folder import Clock, Progress, in_words, whole_lines
 
-ROUNDS = 4
+_MOST_DECODERS = 8
+ROUNDS = 10
 """Answers to a prompt at the most: the first is greedy, the others are sampled. Held-out prompts have the first."""
 _NODES = 8  # rows that `TreeRange` tries at its start
 
@@ -43,6 +47,7 @@ class Answering:
 
     def __init__(self, ordinary: OrdinaryDecoding, sources: Sequence[Source], file: Path) -> None:
         self._ordinary, self._sources, self._file = ordinary, sources, file
+        self._turn, self._stopped = threading.Lock(), False
         self._answers: list[tuple[int, int, list[int]]] = [tuple(line) for line in whole_lines(file)]
 
     def texts(self) -> list[Text]:
@@ -50,20 +55,41 @@ class Answering:
         found = ((number, self._sources[number].token_ids, answer) for number, _, answer in self._answers)
         return [Text(number, (*prompt, *answer), len(prompt)) for number, prompt, answer in found]
 
-    @torch.inference_mode()
     def run(self, clock: Clock, share: float, progress: Progress) -> None:
         """Answer until `share` of the time is over; a held-out answer and another one are made in any case."""
         known = {(number, turn) for number, turn, _ in self._answers}
         asked = [pair for pair in self._all_asked() if pair not in known]
         if not asked or self._is_over(clock, share):
             return
-        self._ordinary.stage.compile_for(PassKind.SEVERAL)
-        rows = TreeRange(self._ordinary.stage, _NODES)
+        waiting, decoders = iter(asked), list(_decoders(self._ordinary))
+        threads = max(1, self._ordinary.config.threads_per_worker // len(decoders))
+        with ThreadPoolExecutor(len(decoders), "ppd-answers") as pool:
+            turns = [pool.submit(self._answer, one, threads, waiting, clock, share, progress) for one in decoders]
+            try:
+                for turn in as_completed(turns):
+                    turn.result()
+            except BaseException:
+                self._stopped = True
+                raise
+
+    @torch.inference_mode()
+    def _answer(
+        self,
+        decoder: OrdinaryDecoding,
+        threads: int,
+        waiting: Iterator[tuple[int, int]],
+        clock: Clock,
+        share: float,
+        progress: Progress,
+    ) -> None:
+        """Answer waiting prompts, several in a pass where that is possible, until none is left or the time is over."""
+        torch.set_num_threads(threads)
+        decoder.stage.compile_for(PassKind.SEVERAL)
+        rows, running = TreeRange(decoder.stage, _NODES), list[_Answer]()
         free = [rows, *(rows.another() for _ in range(1, rows.most_together if rows.joins_requests else 1))]
-        waiting, running = iter(asked), list[_Answer]()
         while not self._is_over(clock, share):
-            while free and (pair := next(waiting, None)) is not None:
-                running.append(_Answer(self._ordinary, self._sources[pair[0]], free.pop(), *pair))
+            while free and (pair := self._next(waiting)) is not None:
+                running.append(_Answer(decoder, self._sources[pair[0]], free.pop(), *pair))
             if not running:
                 return
             _step(rows, running)
@@ -75,24 +101,44 @@ class Answering:
         for answer in running:
             self._keep(answer)
 
+    def _next(self, waiting: Iterator[tuple[int, int]]) -> tuple[int, int] | None:
+        with self._turn:
+            return next(waiting, None)
+
     def _all_asked(self) -> Iterator[tuple[int, int]]:
         """Prompts by their numbers, and the number of the answer."""
         for turn in range(ROUNDS):
             yield from ((number, turn) for number, source in enumerate(self._sources) if not (turn and source.held_out))
 
     def _is_over(self, clock: Clock, share: float) -> bool:
+        if self._stopped:
+            return True
         enough = len({self._sources[number].held_out for number, *_ in self._answers}) == 2
         return enough and not clock.left(share)
 
     def _keep(self, answer: "_Answer") -> None:
         line = (answer.number, answer.turn, answer.new_tokens)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        self._answers.append(line)
+        with self._turn:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._answers.append(line)
 
     def _tell(self, clock: Clock, share: float, progress: Progress) -> None:
-        tokens = sum(len(answer) for *_, answer in self._answers)
-        progress(f"answers: {len(self._answers)}, {tokens} tokens, at most {in_words(clock.left(share))}")
+        with self._turn:
+            tokens = sum(len(answer) for *_, answer in self._answers)
+            progress(f"answers: {len(self._answers)}, {tokens} tokens, at most {in_words(clock.left(share))}")
+
+
+def _decoders(ordinary: OrdinaryDecoding) -> Iterator[OrdinaryDecoding]:
+    """The model, and the same again for each further thread if passes are compiled, which use a core each.
+
+    They share the memory of the weights.
+    """
+    yield ordinary
+    config, is_compiled = ordinary.config, ordinary.stage.device.type == "cpu" and ordinary.config.compile
+    settings = {name: getattr(config, own) for name, own in IN_PROCESS_SETTINGS.items()}
+    for _ in range(1, min(_MOST_DECODERS, config.threads_per_worker) if is_compiled else 1):
+        yield OrdinaryDecoding(**settings)
 
 
 class _Answer:

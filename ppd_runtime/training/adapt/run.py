@@ -43,7 +43,7 @@ from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, 
 from ppd_runtime.training.run import alone
 from ppd_runtime.tune.match_rates import cpu_threads, places_among_best
 
-_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.42, 0.62, 0.75, 0.95
+_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.33, 0.62, 0.75, 0.95
 """Shares of the time at which each step is over at the latest; the last ones are the report's."""
 REPORT = "report.json"
 
@@ -177,7 +177,8 @@ class _Adaptation:
             return [Text(number, source.token_ids, 1) for number, source in enumerate(self._sources)]
         answering = Answering(self._ordinary, self._sources, self._folder / "answers.jsonl")
         if not (self._folder / "texts.jsonl").exists():  # kept states are of the answers that there were
-            answering.run(self._clock, _ANSWERED, self._tell)
+            with cpu_threads(self._ordinary.config.threads_per_worker):  # threads of its own set them
+                answering.run(self._clock, _ANSWERED, self._tell)
         return answering.texts()
 
     def _keep_states(self, texts: Sequence[Text]) -> KeptStates:
