@@ -13,7 +13,7 @@ from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, 
 from ppd_runtime.training.checkpoint import Checkpoint
 
 _RATE, _WARMUP = 1e-3, 20
-_LEAST_STEPS = 50
+_LEAST_STEPS = 10
 _SAVE_EVERY_S = 20.0
 
 
