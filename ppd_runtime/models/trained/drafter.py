@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -93,11 +94,16 @@ class DrafterNetwork(nn.Module):
 
         `states` are of the token before each, `[..., layers + 1, hidden_size]`, the last layer's at the end.
         """
-        return self.mix(torch.cat([embedded, states.flatten(-2).to(embedded.dtype)], dim=-1))
+        return self.mix(torch.cat([_normed(embedded), _normed(states.to(embedded.dtype)).flatten(-2)], dim=-1))
 
     def guessed(self, embedded: Tensor, before: Tensor) -> Tensor:
         """Inputs `[..., hidden_size]` for guesses; `before` are the drafter's own states of the token before each."""
-        return self.again(torch.cat([embedded, before], dim=-1))
+        return self.again(torch.cat([_normed(embedded), _normed(before)], dim=-1))
+
+
+def _normed(states: Tensor) -> Tensor:
+    """States of unit size: those of a model's layers differ by orders of magnitude."""
+    return F.rms_norm(states, states.shape[-1:])
 
 
 class Drafter:
