@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ppd_runtime.runtime import PPDRuntime
     from ppd_runtime.sampling.params import SamplingParams
     from ppd_runtime.settings.config import RuntimeConfig
+    from ppd_runtime.training.adapt.run import adapt
 
 __version__ = "0.2.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "TokenEvent",
     "__version__",
+    "adapt",
     "decode",
     "open_method",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "RuntimeConfig": "ppd_runtime.settings.config",
     "SamplingParams": "ppd_runtime.sampling.params",
     "TokenEvent": "ppd_runtime.results",
+    "adapt": "ppd_runtime.training.adapt.run",
     "decode": "ppd_runtime.methods.registry",
     "open_method": "ppd_runtime.methods.registry",
 }

@@ -20,6 +20,7 @@ _COMMANDS = (
     "plan",
     "bench",
     "search-layers",
+    "adapt",
     "train",
 )
 """In the order of help; each has a module of its name, and therein a function or, for a group of commands, an app."""

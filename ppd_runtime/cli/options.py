@@ -28,7 +28,7 @@ Prompts = Annotated[
     str, typer.Option(help='A JSON Lines file with a "prompt" in each line, or "demo" for the shipped prompts.')
 ]
 Limit = Annotated[int | None, typer.Option(help="Take so many prompts from the file; default: all.")]
-ExitHead = Annotated[str, typer.Option(help=summary(RuntimeConfig, "exit_head"))]
+ExitHead = Annotated[str, typer.Option(help="shared (the model's own norm and head), or a trained one's folder.")]
 MaxNewTokens = Annotated[int, typer.Option(help=summary(SamplingParams, "max_new_tokens"))]
 Device = Annotated[str, typer.Option(help=summary(RuntimeConfig, "device"))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]

@@ -15,6 +15,7 @@ from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
+from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.settings.config import SHARED, RuntimeConfig
@@ -28,9 +29,14 @@ Heads = dict[int, HeadInfo] | OracleHead
 """Trained heads by their layer; empty: the shared one."""
 
 
-def find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    """The exit heads that the settings name; ValueError if they are not for this model."""
+def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
+    """The exit heads that the settings name, or those that are kept for the model's stages; ValueError if they are not
+    for this model.
+    """
     exit_head = config.exit_head
+    if exit_head is None:
+        elsewhere = launcher == "ray" and not config.one_host  # where the cache folder is another
+        return {} if elsewhere or not config.stages else _kept_heads(config, info)
     if isinstance(exit_head, OracleHead):
         return exit_head
     if exit_head == SHARED:
@@ -41,6 +47,16 @@ def find_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
         return describe_heads(exit_head, info)
     head = describe_head(exit_head, info)
     return {head.exit_layer: head}
+
+
+def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
+    """Kept heads for given cuts, or for all cuts of even stages."""
+    if config.stages is None or not (found := kept_heads(info)):
+        return {}
+    if isinstance(config.cuts, tuple):
+        return {cut: found[cut] for cut in config.cuts if cut in found}
+    cuts = even_cuts(info.num_layers, config.stages)
+    return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else {}
 
 
 def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
@@ -102,17 +118,24 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
     return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
 
 
-def _guess_tokens(config: RuntimeConfig, info: ModelInfo) -> tuple[int, ...]:
+def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads) -> tuple[int, ...]:
     """The tokens to guess among; empty: the whole vocabulary.
 
-    The default is a shortlist for a model whose head has more weights than one of its layers.
+    The default is a shortlist for a model whose head has more weights than one of its layers, by the counts that lie
+    beside trained heads, if there are any.
     """
     size = config.guess_vocab
-    if size is None and isinstance(config.exit_head, str):
+    if size is None and isinstance(heads, dict):
         size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
     if size is None or size == info.vocab_size:
         return ()
-    return shortlist(size, info.vocab_size, config.guess_counts)
+    return shortlist(size, info.vocab_size, config.guess_counts or _counts_beside(heads))
+
+
+def _counts_beside(heads: Heads) -> str | None:
+    """The file of counts by which the heads' tokens were chosen."""
+    files = [head.folder.parent / COUNTS for head in heads.values()] if isinstance(heads, dict) else []
+    return next((str(file) for file in files if file.is_file()), None)
 
 
 def _head_is_large(info: ModelInfo) -> bool:
@@ -145,7 +168,7 @@ def worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
-    guess_tokens = _guess_tokens(config, info)
+    guess_tokens = _guess_tokens(config, info, heads)
     joins, guess_vocab = is_float32_on_cpu(device, dtype), len(guess_tokens) or None
     layout: Layout = (
         staged_layout(config, info.num_layers, joins, guess_vocab)

@@ -130,10 +130,11 @@ class RuntimeConfig:
     workers: int | None = None
     """Sub-processes, at most k; default: k. Fewer than k run their share of the candidates as one pass, on fewer
     devices. That needs float32: elsewhere a pass with several rows rounds differently, and the setting is refused."""
-    exit_head: "str | HeadLike" = SHARED
-    """"shared" (the model's own norm and head), or the folder of a trained one. `ppd train exit-head` writes such a
-    folder. With `stages` a folder of such folders is taken too: each head serves the boundary after its layer, the
-    others share the model's. An `OracleHead` is for tests and benchmarks."""
+    exit_head: "str | HeadLike | None" = None
+    """"shared" (the model's own norm and head), or a trained one's folder; default: what `ppd adapt` has kept. `ppd
+    train exit-head` writes such a folder. With `stages` a folder of such folders is taken too: each head serves the
+    boundary after its layer, the others share the model's. Kept heads serve stages alone; without them it is
+    "shared". An `OracleHead` is for tests and benchmarks."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""

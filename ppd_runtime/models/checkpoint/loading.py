@@ -75,7 +75,7 @@ def load_layers(
         take_packed(model, packed)
         choose_few_bits_attention(model)
     if head_tokens:
-        model.lm_head = _some_rows(model.lm_head, head_tokens)
+        model.lm_head = some_rows(model.lm_head, head_tokens)
     model = _moved(model, device, first).eval()
     _check_cuts(info, model)
     return model
@@ -118,7 +118,7 @@ def _keep_rotary_tables(model: PreTrainedModel, whole: PretrainedConfig) -> None
 
 
 @torch.no_grad()
-def _some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.Module:
+def some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.Module:
     """A head for these tokens alone, which shares no memory with the whole one."""
     if isinstance(head, QuantisedLinear):
         return head.rows(tokens)

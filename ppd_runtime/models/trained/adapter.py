@@ -40,7 +40,7 @@ def new_adapter(model: PreTrainedModel, exit_layer: int) -> PreTrainedModel:
     """
     decoder = layer_range(model, exit_layer, exit_layer + 1)
     layer = with_floats(copy.deepcopy(without(model.model.layers[exit_layer], mlp=True))).float().requires_grad_(True)
-    _number(layer, 0)
+    number_layer(layer, 0)
     decoder.layers = nn.ModuleList([layer])
     decoder.norm = copy.deepcopy(model.model.norm).float().requires_grad_(True)
     decoder.embed_tokens = nn.Identity()
@@ -71,7 +71,7 @@ def load_adapter(adapter: AdapterInfo, model: PreTrainedModel) -> PreTrainedMode
     return network
 
 
-def _number(layer: nn.Module, index: int) -> None:
+def number_layer(layer: nn.Module, index: int) -> None:
     """Tell the layer's modules which layer of a cache is theirs."""
     for module in layer.modules():
         if hasattr(module, "layer_idx"):

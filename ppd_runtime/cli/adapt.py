@@ -1,0 +1,102 @@
+"""`ppd adapt`: train the heads that stages need on a model's own texts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ppd_runtime.cli import options
+from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.generate import show_progress
+from ppd_runtime.cli.options import Settings, takes
+from ppd_runtime.cost_model.match_rates import parse_list
+from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.fields import summary
+
+if TYPE_CHECKING:
+    from ppd_runtime.training.adapt.report import AdaptReport
+
+
+@takes(place=options.IN_PROCESS)
+def adapt(
+    model: Annotated[str, typer.Argument(help=summary(RuntimeConfig, "model"))],
+    minutes: Annotated[float, typer.Option(help="Time for all steps, without loading the model.")] = 20.0,
+    prompts: Annotated[
+        str | None, typer.Option(help='A JSON Lines file with a "prompt" in each line; default: the package\'s own.')
+    ] = None,
+    texts: Annotated[
+        str | None, typer.Option(help='A file of texts to read in place of answers: a .jsonl of "text", or plain.')
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="Numbers of stages to train for, such as 2,4, which is the default.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to train for in their place, such as 8,15,22.")] = None,
+    drafter: Annotated[bool, typer.Option("--drafter", help="Train a drafter too, which no layout uses yet.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The new folder; default: where stages find it.")] = None,
+    disk_gb: Annotated[float, typer.Option(help="Most gigabytes of hidden states on disk meanwhile.")] = 4.0,
+    *,
+    place: Settings,
+    as_json: options.AsJson = False,
+) -> None:
+    """Train heads for a model's stages on its own answers, and report what they gain on held-out prompts.
+
+    The model answers prompts, its hidden states are kept on disk, and all heads learn from them together. A run that
+    was stopped goes on with the same command. Texts stay the same to the token: heads only guess.
+    """
+    with one_line_errors(adapt):
+        from ppd_runtime.training.adapt.run import adapt as run
+        from ppd_runtime.training.adapt.settings import AdaptSettings
+
+        settings = AdaptSettings(
+            minutes=minutes,
+            prompts=prompts,
+            texts=texts,
+            stages=None if stages is None else parse_list("--stages", stages, int),
+            layers=None if layers is None else parse_list("--layers", layers, int),
+            drafter=drafter,
+            out=out,
+            disk_gb=disk_gb,
+        )
+        try:
+            report = run(model, settings, place=place, progress=show_progress)
+        except KeyboardInterrupt:
+            sys.stderr.write("ppd: what is done is kept; the same command goes on\n")
+            raise
+        show_progress("")
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _print(report)
+
+
+def _print(report: "AdaptReport") -> None:
+    from ppd_runtime.training.adapt.report import ALL, KS
+    from ppd_runtime.tune.tables import plain_table
+
+    took = f"{report.texts} texts, {report.places} tokens, {report.steps} steps, {report.minutes:.1f} min"
+    print(f"heads of {report.model}: {took}")
+    print(
+        f"named on {sum(report.held_out.values())} held-out tokens, of which the shortlist has {report.covered:.3f}\n"
+    )
+    rows = [
+        [layer.layer, kind, *(f"{layer.before[kind][k]:.2f} → {layer.after[kind][k]:.2f}" for k in KS)]
+        for layer in report.layers
+        for kind in (ALL, *report.held_out)
+    ]
+    print(plain_table(["layer", "kind", *(f"k={k}" for k in KS)], rows))
+    if report.drafter:
+        own = [
+            [f"token {number}", kind, *(f"{of_step[kind][k]:.2f}" for k in KS)]
+            for number, of_step in enumerate(report.drafter, start=1)
+            for kind in of_step
+        ]
+        print(f"\n{plain_table(['drafter', 'kind', *(f'k={k}' for k in KS)], own)}")
+    bounds = [
+        [len(row.cuts) + 1, ",".join(map(str, row.cuts)), *(f"{row.before[k]:.2f} → {row.after[k]:.2f}" for k in KS)]
+        for row in report.stages
+    ]
+    print("\nspeed-up at most, if layers alone took time\n")
+    print(plain_table(["stages", "cuts", *(f"k={k}" for k in KS)], bounds))
+    print(f"\nthe heads are in {report.folder}")

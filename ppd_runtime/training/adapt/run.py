@@ -1,0 +1,267 @@
+"""`adapt`: from a model's name to a folder of heads that learned from the model's own texts."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppd_runtime.files.atomic import atomic_file
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.worker_specs import USUAL_SHORTLIST
+from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, save_drafter
+from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
+from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads_folder
+from ppd_runtime.models.trained.shortlist import shortlist
+from ppd_runtime.training.adapt.answers import Answering, Text
+from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, drafted
+from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
+from ppd_runtime.training.adapt.report import (
+    KS,
+    AdaptReport,
+    LayerReport,
+    Shares,
+    covered,
+    ranks,
+    shares,
+    stages_report,
+)
+from ppd_runtime.training.adapt.settings import AdaptSettings
+from ppd_runtime.training.adapt.sources import prompts_of, sha256, texts_of
+from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
+from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, write_json
+from ppd_runtime.training.run import alone
+from ppd_runtime.tune.match_rates import cpu_threads, places_among_best
+
+_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.33, 0.62, 0.75, 0.95
+"""Shares of the time at which each step is over at the latest; the last ones are the report's."""
+REPORT = "report.json"
+
+
+def adapt(
+    model: str = "demo",
+    settings: AdaptSettings | None = None,
+    *,
+    place: Mapping[str, Any] | None = None,
+    progress: Progress = lambda line: None,
+    **by_name: Any,
+) -> AdaptReport:
+    """Train heads for a model's boundaries on its own texts; a run that was stopped goes on with the same call.
+
+    Args:
+        model: see `OrdinaryDecoding`.
+        settings: see `AdaptSettings`; or
+        by_name: the same by name.
+        place: settings of `OrdinaryDecoding`, such as dtype, weights and threads; by default all cores' threads.
+        progress: is told in a line what is being done, and how long it may take.
+
+    Raises:
+        ValueError: for anything that cannot work, before anything is written.
+    """
+    chosen = settings or AdaptSettings(**by_name)
+    place = {"threads": available_cores(), **(place or {})}
+    info = describe(model, place.get("weights"))
+    layouts, kept = chosen.layouts(info), kept_heads_folder(info)
+    out = chosen.out or kept.with_name(kept.name + ".new")
+    if chosen.out is None:
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it moved this
+    with alone(out):
+        ordinary = OrdinaryDecoding(model, **place)
+        with cpu_threads(ordinary.config.threads_per_worker):
+            report = _Adaptation(ordinary, chosen, layouts, out, progress).run(str(chosen.out or kept))
+        if chosen.out is None:
+            shutil.rmtree(kept, ignore_errors=True)
+            out.rename(kept)
+    return report
+
+
+def unfinished(out: Path) -> Path:
+    """The folder in which an adaptation for `out` keeps what is done."""
+    return out.with_name(out.name + ".unfinished")
+
+
+class _Adaptation:
+    """The steps of an adaptation; each takes up what an earlier run has done of it."""
+
+    def __init__(
+        self,
+        ordinary: OrdinaryDecoding,
+        settings: AdaptSettings,
+        layouts: Sequence[tuple[int, ...]],
+        out: Path,
+        progress: Progress,
+    ) -> None:
+        self._ordinary, self._settings, self._layouts, self._out = ordinary, settings, layouts, out
+        self._tell, self._layers = progress, sorted({cut for cuts in layouts for cut in cuts})
+        of_texts = settings.texts
+        self._sources = texts_of(of_texts, ordinary) if of_texts else prompts_of(settings.prompts, ordinary)
+        self._fingerprint = model_fingerprint(ordinary.info)
+        self._about = {
+            "model_fingerprint": self._fingerprint,
+            "weights": ordinary.info.weights_name,
+            "dtype": ordinary.dtype,
+            "layers": self._layers,
+            "drafter": settings.drafter,
+            "sources_sha256": sha256(self._sources),
+        }
+        self._folder = WorkFolder(unfinished(out), self._about)
+        self._clock = Clock(self._folder, settings.minutes)
+
+    def run(self, shown: str) -> AdaptReport:
+        """Take the steps that are left and write the folder, which the report calls `shown`."""
+        texts, info, model = self._texts(), self._ordinary.info, self._ordinary.stage.model
+        kept = self._keep_states(texts)
+        texts = texts[: kept.num_texts]
+        write_json(self._folder / COUNTS, self._counts(texts))
+        tokens = shortlist(min(USUAL_SHORTLIST, info.vocab_size), info.vocab_size, str(self._folder / COUNTS))
+        labels = labels_of(kept.choices(), tokens, info.vocab_size)
+        held_out = torch.tensor([self._sources[text.source].held_out for text in kept.texts() for _ in text.places])
+        learnt = torch.nonzero(~held_out & (labels != OUTSIDE))[:, 0]
+        end = model_end(model, tokens)
+        training = HeadsTraining(end, kept, self._layers, labels, learnt, self._folder, self._about)
+        training.run(self._clock, _TRAINED_BEFORE_DRAFTER if self._settings.drafter else _TRAINED, self._tell)
+        drafter = self._train_drafter(kept, texts, labels, tokens) if self._settings.drafter else None
+        self._tell("comparing on held-out tokens")
+        report = self._report(shown, kept, training, end, labels, held_out)
+        if drafter:
+            report = replace(report, drafter=self._drafter_shares(drafter, kept, texts))
+        self._write(report, training, drafter, tokens)
+        shutil.rmtree(self._folder.folder)
+        return report
+
+    @property
+    def _drafter_layers(self) -> tuple[int, ...]:
+        """Layers whose states a drafter reads, besides the last one."""
+        return tuple(sorted({self._layers[0], self._layers[len(self._layers) // 2]}))
+
+    def _train_drafter(
+        self, kept: KeptStates, texts: Sequence[Text], labels: Tensor, tokens: Sequence[int]
+    ) -> DrafterTraining:
+        network = DrafterNetwork(self._ordinary.stage.model, self._drafter_layers, tokens)
+        layers = (*self._drafter_layers, self._ordinary.info.num_layers)
+        learnt = [text for _, text in self._drafted(kept, texts, held_out=False)]
+        training = DrafterTraining(network, kept, layers, labels, learnt, self._folder, self._about)
+        training.run(self._clock, _TRAINED, self._tell)
+        return training
+
+    def _drafted(self, kept: KeptStates, texts: Sequence[Text], held_out: bool) -> Iterator[tuple[str, DraftedText]]:
+        """Each text that a drafter can learn from, or be compared on, and its kind."""
+        for text, of_text in zip(texts, kept.texts(), strict=True):
+            source = self._sources[text.source]
+            if source.held_out == held_out and len(of_text.places) > OWN_STEPS:
+                yield source.kind, drafted(text.token_ids, text.first, of_text.places)
+
+    @torch.inference_mode()
+    def _drafter_shares(self, training: DrafterTraining, kept: KeptStates, texts: Sequence[Text]) -> tuple[Shares, ...]:
+        """How often the drafter is right on held-out texts, for each step of its own."""
+        found, kinds = [list[Tensor]() for _ in range(OWN_STEPS)], [list[str]() for _ in range(OWN_STEPS)]
+        for kind, text in self._drafted(kept, texts, held_out=True):
+            scores, labels = training.scores([text])
+            for own, logits in enumerate(scores):
+                found[own].append(places_among_best(logits[0, own:], labels[0, own:], max(KS)).cpu())
+                kinds[own] += [kind] * (labels.shape[1] - own)
+        return tuple(shares(torch.cat(some), of_some) for some, of_some in zip(found, kinds, strict=True) if some)
+
+    def _texts(self) -> list[Text]:
+        if self._settings.texts:
+            return [Text(number, source.token_ids, 1) for number, source in enumerate(self._sources)]
+        answering = Answering(self._ordinary, self._sources, self._folder / "answers.jsonl")
+        if not (self._folder / "texts.jsonl").exists():  # kept states are of the answers that there were
+            with cpu_threads(self._ordinary.config.threads_per_worker):  # threads of its own set them
+                answering.run(self._clock, _ANSWERED, self._tell)
+        return answering.texts()
+
+    def _keep_states(self, texts: Sequence[Text]) -> KeptStates:
+        """Keep states until their time is over or the room is used, of a held-out text and another in any case."""
+        stage, folder = self._ordinary.stage, self._folder.folder
+        layers = [*self._layers, *[stage.num_layers] * self._settings.drafter]
+        kept = KeptStates(folder, layers, stage.model.config.hidden_size)
+        if (self._folder / "heads-began.json").exists():
+            return kept
+        room = min(1e9 * self._settings.disk_gb, 0.9 * shutil.disk_usage(folder).free)
+        for done in read_all(kept, texts, Reader(stage, layers), room):
+            left = self._clock.left(_READ)
+            self._tell(f"states: {done} of {len(texts)} texts, at most {in_words(left)}")
+            if not left and self._has_both(texts[:done]):
+                break
+        if not self._has_both(texts[: kept.num_texts]):
+            raise ValueError(f"disk_gb={self._settings.disk_gb:g}: has no room for the states of two texts, give more")
+        return kept
+
+    def _has_both(self, texts: Sequence[Text]) -> bool:
+        return len({self._sources[text.source].held_out for text in texts}) == 2
+
+    def _counts(self, texts: Sequence[Text]) -> dict[str, int]:
+        """How often each token was chosen in texts to learn from."""
+        learnt = (text for text in texts if not self._sources[text.source].held_out)
+        found = Counter(token for text in learnt for token in text.token_ids[text.first :])
+        return {str(token): count for token, count in found.most_common()}
+
+    def _report(
+        self,
+        shown: str,
+        kept: KeptStates,
+        training: HeadsTraining,
+        end: PreTrainedModel,
+        labels: Tensor,
+        held_out: Tensor,
+    ) -> AdaptReport:
+        compared, device = torch.nonzero(held_out)[:, 0], end.device
+        places = [self._sources[text.source].kind for text in kept.texts() for _ in text.places]
+        kinds, wanted = [places[number] for number in compared.tolist()], labels[compared]
+        states = {layer: kept.states(layer)[compared] for layer in self._layers}
+        before = {layer: ranks(FinalHead(end), some, wanted, device) for layer, some in states.items()}
+        after = {layer: ranks(training.heads[layer], some, wanted, device) for layer, some in states.items()}
+        return AdaptReport(
+            model=self._ordinary.info.name,
+            folder=shown,
+            texts=kept.num_texts,
+            places=training.num_places,
+            steps=training.steps,
+            minutes=round(self._clock.spent / 60, 2),
+            held_out=dict(Counter(kinds)),
+            shortlist=end.lm_head.out_features,
+            covered=covered(wanted),
+            layers=tuple(LayerReport(one, shares(before[one], kinds), shares(after[one], kinds)) for one in states),
+            stages=tuple(stages_report(cuts, before, after) for cuts in self._layouts),
+        )
+
+    def _write(
+        self, report: AdaptReport, training: HeadsTraining, drafter: DrafterTraining | None, tokens: Sequence[int]
+    ) -> None:
+        """The folder: one for each part, the counts by which their shortlist was chosen, and the report."""
+        account = {**self._about, "steps": report.steps, "tokens": report.places}
+        with atomic_file(self._out) as folder:
+            folder.mkdir()
+            shutil.copy(self._folder / COUNTS, folder / COUNTS)
+            (folder / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+            for layer in report.layers:
+                head = HeadInfo(**self._known(folder, layer.layer), kind=AFFINE)
+                held_out = {"held_out": layer.after}
+                save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
+            if drafter:
+                about = DrafterInfo(**self._known(folder, 0), layers=self._drafter_layers, tokens=tuple(tokens))
+                made = {"steps": drafter.steps, "held_out": report.drafter}
+                save_drafter(folder / "drafter", drafter.learner, about, account | made)
+
+    def _known(self, folder: Path, layer: int) -> dict[str, Any]:
+        """What every part's card says; see `PartInfo`."""
+        return {
+            "folder": folder,
+            "model": self._ordinary.info.name,
+            "model_fingerprint": self._fingerprint,
+            "exit_layer": layer,
+            "hidden_size": self._ordinary.stage.model.config.hidden_size,
+            "vocab_size": self._ordinary.info.vocab_size,
+            "weights_sha256": "",
+        }

@@ -1,0 +1,60 @@
+"""`ppd adapt`: what it prints and writes, and what it refuses in a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ppd_runtime.cli.main import app
+from ppd_runtime.training.adapt import answers
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ANSWER_TOKENS", 8)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["adapt", *map(str, arguments)])
+
+
+def test_a_table_and_a_folder(model_folder, tmp_path: Path) -> None:
+    out, model = tmp_path / "heads", model_folder("llama")
+    shown = invoke(model, "--minutes", 0.03, "--stages", "2,4", "--out", out)
+    assert shown.exit_code == 0, shown.output
+    report = json.loads((out / "report.json").read_text())
+    assert f"heads of {report['model']}: {report['texts']} texts" in shown.stdout
+    for layer in report["layers"]:
+        rates = "  ".join(f"{layer['before']['all'][k]:.2f} → {layer['after']['all'][k]:.2f}" for k in "135")
+        assert f"all  {rates}\n" in shown.stdout
+    assert f"the heads are in {out}" in shown.stdout
+    assert max(len(line) for line in shown.stdout.splitlines() if str(out.parent.parent) not in line) <= 80
+
+
+def test_json(model_folder, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    shown = invoke(model_folder("llama"), "--minutes", 0.03, "--layers", 2, "--out", out, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout) == json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--minutes 0", "--minutes 0.0: give a finite number of at least 0.01"),
+        ("--stages 2,x", "--stages 2,x: give whole numbers with commas between them"),
+        ("--stages 9", "--stages 9: with 4 layers choose 2 to 4"),
+        ("--layers 4", "with 4 layers give layers from 1 to 3"),
+        ("--stages 2 --layers 2", "stages and layers are both given: give one of them"),
+        ("--prompts FOLDER/none", "none: No such file or directory; give a file of prompts"),
+        ("--threads 0", "--threads 0: must be at least 1"),
+    ],
+)
+def test_mistakes_get_one_line(model_folder, tmp_path: Path, arguments: str, named: str) -> None:
+    given = arguments.replace("FOLDER", str(tmp_path)).split()
+    shown = invoke(model_folder("llama"), "--out", tmp_path / "heads", *given)
+    assert shown.exit_code == 2
+    assert shown.stderr.count("\n") == 1
+    assert named in shown.stderr
+    assert not list(tmp_path.iterdir())

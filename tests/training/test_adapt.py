@@ -1,0 +1,362 @@
+"""Heads learn from a model's own answers: what is answered, kept, learned and reported, and that nothing is lost."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams, adapt
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.trained.drafter import Drafter, DrafterNetwork, describe_drafter, load_drafter
+from ppd_runtime.models.trained.heads import AFFINE, describe_heads, model_end
+from ppd_runtime.training.adapt import answers, run
+from ppd_runtime.training.adapt.answers import Answering, Text
+from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
+from ppd_runtime.training.adapt.heads import HeadsTraining, labels_of
+from ppd_runtime.training.adapt.report import AdaptReport, stages_report
+from ppd_runtime.training.adapt.sources import Source, prompts_of, shipped_prompts, texts_of
+from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
+from ppd_runtime.training.adapt.work_folder import Clock, WorkFolder
+from ppd_runtime.tune.prompt_files import read_prompts
+
+ModelFolder = Callable[..., Path]
+WORDS = ("the quick brown fox", "a model writes", "one token after another", "the lazy dog waits", "layer by layer")
+LONG = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ANSWER_TOKENS", 10)
+    monkeypatch.setattr(answers, "ROUNDS", 2)
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: ModelFolder) -> Path:
+    return model_folder("llama", num_layers=4, tied=False, quiet_from=2)
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder: Path) -> OrdinaryDecoding:
+    return OrdinaryDecoding(str(folder), dtype="float32")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{text} {number}", "category": text[:1]} for text in WORDS for number in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "prompts.jsonl"
+
+
+@pytest.fixture
+def sources(ordinary: OrdinaryDecoding, prompts: Path) -> list[Source]:
+    return prompts_of(str(prompts), ordinary)
+
+
+def work(folder: Path, minutes: float = LONG) -> tuple[WorkFolder, Clock]:
+    found = WorkFolder(folder, {})
+    return found, Clock(found, minutes)
+
+
+def test_shipped_prompts_are_of_six_kinds() -> None:
+    kinds = Counter(prompt.category for prompt in read_prompts(str(shipped_prompts())))
+    assert len(kinds) == 6
+    assert min(kinds.values()) >= 30
+    assert shipped_prompts().stat().st_size < 25_000
+
+
+def test_kinds_come_in_turn_and_some_of_each_are_held_out(sources: list[Source]) -> None:
+    kinds = {source.kind for source in sources}
+    assert len(sources) == 30
+    assert {source.kind for source in sources[: len(kinds)]} == kinds
+    assert {source.kind for source in sources if source.held_out} == kinds
+    assert sum(source.held_out for source in sources) < len(sources) / 3
+
+
+def test_a_chat_model_reads_its_template(ordinary: OrdinaryDecoding, prompts: Path, monkeypatch) -> None:
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    monkeypatch.setattr(ordinary.tokenizer, "chat_template", template)
+    texts = [ordinary.tokenizer.decode(source.token_ids) for source in prompts_of(str(prompts), ordinary)]
+    assert all(text.startswith("[") and text.endswith("]") for text in texts)
+
+
+def test_texts_are_read_in_pieces(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n\n".join(" ".join(WORDS) + str(number) for number in range(400)))
+    found = texts_of(str(tmp_path / "texts.txt"), ordinary)
+    assert {source.held_out for source in found} == {True, False}
+    assert max(len(source.token_ids) for source in found) == 512
+
+
+def test_answers_are_ordinary_decodings(ordinary: OrdinaryDecoding, sources: list[Source], tmp_path: Path) -> None:
+    answering = Answering(ordinary, sources[:8], tmp_path / "answers.jsonl")
+    answering.run(work(tmp_path / "work")[1], 0.5, lambda line: None)
+    texts = answering.texts()
+    held_out = sum(source.held_out for source in sources[:8])
+    assert len(texts) == 2 * 8 - held_out
+    for text in texts[:8]:
+        prompt = sources[text.source].token_ids
+        assert text.token_ids[: text.first] == prompt
+        expected = ordinary.generate(list(prompt), SamplingParams(max_new_tokens=10, temperature=0.0)).token_ids
+        assert text.token_ids[text.first :] == expected
+
+
+def test_a_killed_run_loses_no_whole_answer(ordinary: OrdinaryDecoding, sources: list[Source], tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    clock = work(tmp_path / "work")[1]
+    Answering(ordinary, sources[:6], whole).run(clock, 0.5, lambda line: None)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(lines[:3]) + lines[3][:5])
+    again = Answering(ordinary, sources[:6], cut)
+    assert len(again.texts()) == 3
+    again.run(clock, 0.5, lambda line: None)
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_held_out_answer_and_another_are_made_however_short_the_time(
+    ordinary: OrdinaryDecoding, sources: list[Source], tmp_path: Path
+) -> None:
+    answering = Answering(ordinary, sources, tmp_path / "answers.jsonl")
+    answering.run(work(tmp_path / "work", 0.0)[1], 0.5, lambda line: None)
+    assert {sources[text.source].held_out for text in answering.texts()} == {True, False}
+    assert len(answering.texts()) < len(sources)
+
+
+def random_texts(number: int = 12, length: int = 30) -> list[Text]:
+    rows = torch.randint(1, 300, (number, length), generator=torch.Generator().manual_seed(0)).tolist()
+    return [Text(source, tuple(row), 5) for source, row in enumerate(rows)]
+
+
+def keep(folder: Path, ordinary: OrdinaryDecoding, texts: list[Text], layers: tuple[int, ...] = (1, 3)) -> KeptStates:
+    folder.mkdir(exist_ok=True)
+    kept = KeptStates(folder, layers, 32)
+    for _ in read_all(kept, texts, Reader(ordinary.stage, layers), 1e9):
+        pass
+    return kept
+
+
+def test_states_and_choices_are_the_models(folder: Path, ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    texts = random_texts()
+    kept = keep(tmp_path / "states", ordinary, texts)
+    assert kept.num_places == 12 * 25
+    library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for text, of_text in zip(texts, kept.texts(), strict=True):
+        with torch.no_grad():
+            found = library(torch.tensor([text.token_ids[:-1]]), output_hidden_states=True)
+        places = slice(of_text.places.start, of_text.places.stop)
+        for layer in (1, 3):
+            expected = found.hidden_states[layer][0, 4:]
+            torch.testing.assert_close(kept.states(layer)[places].float(), expected, rtol=0.01, atol=0.01)
+        assert torch.equal(kept.choices()[places], found.logits[0, 4:].argmax(-1))
+
+
+def test_what_a_killed_run_wrote_in_part_is_written_again(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    texts, place = random_texts(), tmp_path / "states"
+    keep(place, ordinary, texts)
+    expected = {path.name: path.read_bytes() for path in place.iterdir()}
+    lines = expected["texts.jsonl"].splitlines(keepends=True)
+    (place / "texts.jsonl").write_bytes(b"".join(lines[:7]) + b"[7")
+    keep(place, ordinary, texts)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == expected
+
+
+def test_files_keep_to_their_bound(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    kept = KeptStates(tmp_path, (1, 3), 32)
+    most = 60 * kept.bytes_of_place
+    assert list(read_all(kept, random_texts(), Reader(ordinary.stage, (1, 3)), most)) == [1, 2]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix != ".jsonl") <= most
+
+
+def training(folder: Path, ordinary: OrdinaryDecoding, tokens: tuple[int, ...]) -> HeadsTraining:
+    kept = keep(folder.parent / "states", ordinary, random_texts(40, 60))
+    labels = labels_of(kept.choices(), tokens, 300)
+    end = model_end(ordinary.stage.model, tokens)
+    return HeadsTraining(end, kept, kept.layers, labels, torch.nonzero(labels >= 0)[:, 0], WorkFolder(folder, {}), {})
+
+
+def test_a_stopped_training_goes_on_where_it_ended(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    tokens, told = tuple(range(0, 300, 2)), dict[str, list[str]]()
+
+    def trained(name: str, stop: int | None) -> HeadsTraining:
+        found, told[name] = training(tmp_path / name, ordinary, tokens), []
+
+        def tell(line: str) -> None:
+            told[name].append(line)
+            if len(told[name]) == stop:
+                found._checkpoint.save(found.steps)
+                raise KeyboardInterrupt
+
+        found.run(Clock(WorkFolder(tmp_path / name, {}), LONG), 1.0, tell)
+        return found
+
+    whole = trained("whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        trained("stopped", 5)
+    again = trained("stopped", None)
+    assert again.steps == whole.steps == whole.num_steps
+    for ours, theirs in zip(again.network.parameters(), whole.network.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    losses = [float(line.partition("loss ")[2].partition(",")[0]) for line in told["whole"]]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    """Each step's logits are those of a drafter that follows the certain tokens and drafts the others."""
+    texts, tokens, layers = random_texts(3, 20), tuple(range(0, 300, 2)), (1, 4)
+    kept = keep(tmp_path / "states", ordinary, texts, layers)
+    network = DrafterNetwork(ordinary.stage.model, (1,), tokens)
+    labels = labels_of(kept.choices(), tokens, 300)
+    read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
+    work_folder = WorkFolder(tmp_path / "work", {})
+    learning = DrafterTraining(network, kept, layers, labels, read[:2], work_folder, {})
+    with torch.no_grad():
+        scores, wanted = learning.scores(read)
+    drafter = Drafter(network, tokens)
+    for number, text in enumerate(read):
+        assert list(text.tokens) == list(texts[number].token_ids[5:-1])
+        assert torch.equal(wanted[number], labels[number * 15 + 1 : number * 15 + 15])
+        of_text = torch.stack([kept.states(layer)[text.before.start : text.before.stop] for layer in layers], dim=1)
+        drafter.begin(30)
+        for place, token in enumerate(text.tokens):
+            drafter.follow([token], of_text[place : place + 1])
+            chains = [text.tokens[place + 1 : place + 1 + own] for own in range(3)]
+            for own, chain in enumerate(chains):
+                if len(chain) == own:
+                    expected = scores[own][number, place + own].log_softmax(-1)
+                    torch.testing.assert_close(drafter.draft([chain])[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_drafter_beside_the_heads(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    out, info = tmp_path / "heads", describe(str(folder))
+    report = adapt(str(folder), prompts=str(prompts), layers=(1, 2, 3), drafter=True, minutes=0.05, out=out)
+    check(report, out, str(folder), [1, 2, 3])
+    assert len(report.drafter) == 3
+    found = describe_drafter(out / "drafter", info)
+    assert (found.layers, len(found.tokens)) == ((1, 2), 300)
+    drafter = load_drafter(found, load_layers(info, 4, torch.float32, "cpu"))
+    drafter.begin(4)
+    drafter.follow([5], torch.zeros(1, 3, 32))
+    assert drafter.draft([[], [6]]).exp().sum(-1).allclose(torch.ones(2))
+
+
+def test_the_bound_is_stages_over_stage_times() -> None:
+    before = {1: torch.tensor([5, 5, 5, 5]), 2: torch.tensor([0, 5, 5, 5])}
+    after = {1: torch.tensor([0, 0, 4, 5]), 2: torch.tensor([0, 5, 0, 5])}
+    found = stages_report((1, 2), before, after)
+    assert found.before[1] == pytest.approx(3 / (0.25 * 2 + 0.75 * 3))
+    assert found.after[1] == pytest.approx(3 / (0.5 * 1 + 0.25 * 2 + 0.25 * 3))
+    assert found.after[5] == pytest.approx(3 / (0.75 * 1 + 0.25 * 3))
+
+
+def check(report: AdaptReport, out: Path, model: str, layers: list[int]) -> None:
+    heads = describe_heads(out, describe(model))
+    assert sorted(heads) == layers == [layer.layer for layer in report.layers]
+    assert {head.kind for head in heads.values()} == {AFFINE}
+    assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report.as_dict()))
+    assert sum(report.held_out.values()) > 0
+    assert all(bound >= 1 for stages in report.stages for bound in stages.after.values())
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_heads_that_stages_use(folder: Path, prompts: Path, tmp_path: Path, weights: str | None) -> None:
+    out, model = tmp_path / "heads", str(folder)
+    if weights:
+        model = str(tmp_path / "quantised")
+        quantise_model(str(folder), Path(model), weights)
+    report = adapt(model, prompts=str(prompts), layers=(1, 2), minutes=0.05, out=out)
+    check(report, out, model, [1, 2])
+    assert sorted(path.name for path in tmp_path.glob("heads*")) == ["heads"]
+    expected = OrdinaryDecoding(model).generate("the quick", max_new_tokens=12).token_ids
+    with PPDRuntime(model, stages=3, exit_head=str(out), transport="local") as runtime:
+        assert runtime.cuts == (1, 2)
+        assert runtime.generate("the quick", max_new_tokens=12).token_ids == expected
+
+
+def test_without_a_folder_stages_find_the_heads(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    for layers in ((1,), (2,)):  # the second takes the first one's place
+        report = adapt(str(folder), prompts=str(prompts), layers=layers, minutes=0.02)
+        check(report, Path(report.folder), str(folder), list(layers))
+    assert [path.name for path in Path(report.folder).parent.iterdir()] == [Path(report.folder).name]
+    with PPDRuntime(str(folder), stages=2, transport="local") as runtime:
+        assert [head.exit_layer for spec in runtime._specs if (head := spec.exit_head) != "shared"] == [2]
+
+
+def stopping(after: int) -> Iterator[Callable[[str], None]]:
+    """Progress that stops a run at its first line, then at its second one, and so on up to `after`."""
+    for last in range(1, after):
+        left = iter(range(last))
+
+        def tell(line: str, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        yield tell
+
+
+def test_a_run_that_is_stopped_again_and_again(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    out, stopped = tmp_path / "heads", 0
+    given = {"prompts": str(prompts), "stages": (2,), "minutes": 0.05, "out": out}
+    for tell in stopping(12):
+        try:
+            adapt(str(folder), progress=tell, **given)
+            break
+        except KeyboardInterrupt:
+            stopped += 1
+            assert run.unfinished(out).is_dir()
+            assert not out.exists()
+    else:
+        adapt(str(folder), **given)
+    assert stopped > 3
+    assert describe_heads(out, describe(str(folder)))
+    assert not run.unfinished(out).exists()
+
+
+def test_other_settings_are_refused_while_one_is_unfinished(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    given = {"prompts": str(prompts), "minutes": 0.05, "out": tmp_path / "heads"}
+    with pytest.raises(KeyboardInterrupt):
+        adapt(str(folder), progress=next(stopping(2)), layers=(2,), **given)
+    with pytest.raises(ValueError, match=r"unfinished adaptation with layers=\[2\], not \[3\]"):
+        adapt(str(folder), layers=(3,), **given)
+
+
+def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:
+    rows = [{"text": " ".join(WORDS[number % 5 :])} for number in range(5)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = adapt(str(folder), texts=str(tmp_path / "texts.jsonl"), minutes=0.05, out=tmp_path / "heads")
+    check(report, tmp_path / "heads", str(folder), [1, 2, 3])
+    assert [stages.cuts for stages in report.stages] == [(2,), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"minutes": 0}, "minutes=0: give a finite number of at least 0.01"),
+        ({"disk_gb": -1}, "disk_gb=-1: give"),
+        ({"prompts": "a", "texts": "b"}, "prompts and texts are both given: give one of them"),
+        ({"stages": (2,), "layers": (3,)}, "stages and layers are both given: give one of them"),
+        ({"stages": (5,)}, "stages=5: with 4 layers choose 2 to 4"),
+        ({"layers": (3, 2)}, "cuts='3,2': with 4 layers give layers from 1 to 3"),
+        ({"prompts": "FOLDER/none.jsonl"}, "none.jsonl: No such file or directory; give a file of prompts"),
+        ({"out": "FOLDER/none/out"}, "none/out': give a new folder in one that exists"),
+    ],
+)
+def test_refusals_come_before_anything_is_written(
+    folder: Path, tmp_path: Path, given: dict[str, object], message: str
+) -> None:
+    given = {
+        name: value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    out = Path(str(given.pop("out", tmp_path / "heads")))
+    with pytest.raises(ValueError, match=".*") as refused:
+        adapt(str(folder), out=out, **given)
+    assert message in str(refused.value)
+    assert not list(tmp_path.iterdir())
