@@ -51,7 +51,7 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
     """Kept heads for given cuts, or for all cuts of even stages."""
-    if config.stages is None or not (found := kept_heads(info)):
+    if config.num_subs == 0 or config.stages is None or not (found := kept_heads(info)):
         return {}
     if isinstance(config.cuts, tuple):
         return {cut: found[cut] for cut in config.cuts if cut in found}

@@ -252,7 +252,7 @@ class RuntimeConfig:
             return
         if not self.repetitions:
             raise ValueError("repetitions=False with stages=1: then there is nothing to guess from, drop one")
-        if self.exit_head != SHARED:
+        if self.exit_head not in (None, SHARED):
             raise ValueError(f"exit_head={self.exit_head!r} with stages=1: is for boundaries of stages, drop one")
         asks = (self.launcher, self.placement, self.ray_address, self.bind_interface, self.gpus_per_worker)
         if self.transport == "auto" and asks == ("auto", "auto", None, None, None):
