@@ -13,7 +13,7 @@ from cluster.results import ResultsFile
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.cli.serve import check_installed
+from ppd_runtime.cli.serve import check_installed, without_earlier_texts
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.server.settings import ServerSettings
@@ -86,6 +86,7 @@ def serve(
             from ppd_runtime.server.run import Prepared, serve_prepared
 
         prepared = Prepared(ServerSettings(**server))
+        runtime = without_earlier_texts(runtime)
         if bind_interface == "auto":
             bind_interface = _own_address()
         config = RuntimeConfig(launcher="ray", bind_interface=bind_interface, **runtime)

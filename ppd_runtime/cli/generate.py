@@ -66,6 +66,7 @@ LAYOUT_SETTINGS = options.runtime_but(
     "max_requests",
     "max_cache_tokens",
     "prefix_cache_tokens",
+    "draft_memory_mb",
     "placement_timeout_s",
     "gpus_per_worker",
 )

@@ -12,7 +12,7 @@ from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
 from ppd_runtime.settings.config import RuntimeConfig
 
-_LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens", "prefix_cache_tokens")
+_LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens", "prefix_cache_tokens", "draft_memory_mb")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 """What the extra `server` installs."""
 
@@ -36,7 +36,7 @@ def serve(
     place: Settings,
 ) -> None:
     """Answer OpenAI's clients; each text is the one that its request gets alone."""
-    own = own_settings(method, exit_layer, layout, drafting, swift)
+    own = own_settings(method, exit_layer, without_earlier_texts(layout), drafting, swift)
     with one_line_errors(serve):
         check_installed()
         with quick_imports():
@@ -47,6 +47,11 @@ def serve(
         with open_method(model, method.value, **own, **place) as generator:
             show_progress("")
             serve_prepared(generator, prepared, lambda: _tell(prepared.url, generator.info.name))
+
+
+def without_earlier_texts(layout: Settings) -> Settings:
+    """A server's layout: unless it is asked for, one client's text does not show in another's timing."""
+    return {"draft_memory_mb": 0} | layout if layout.keys() & {"stages", "cuts"} else layout
 
 
 def check_installed() -> None:

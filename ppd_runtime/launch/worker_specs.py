@@ -193,6 +193,7 @@ def worker_specs(
             speculation=config.speculation,
             heavy_length=heavy,
             prefix_cache_tokens=config.prefix_tokens,
+            draft_memory_mb=config.draft_memory if rank == layout.guesser else 0,
         )
         for rank in range(processes)
     ]

@@ -65,11 +65,13 @@ USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
 _USUAL_PREFIXES = 8192  # tokens
+_USUAL_DRAFT_MB = 64
 _NUMBERS = (  # least and most
     ("rows", 1, _MOST_ROWS),
     ("max_requests", 1, 256),
     ("max_cache_tokens", 2, None),
     ("prefix_cache_tokens", 0, None),
+    ("draft_memory_mb", 0, None),
 )
 _FOR_STAGES = (
     "rows",
@@ -77,6 +79,7 @@ _FOR_STAGES = (
     "max_requests",
     "max_cache_tokens",
     "prefix_cache_tokens",
+    "draft_memory_mb",
 )
 """Settings of the staged layout alone."""
 
@@ -124,6 +127,9 @@ class RuntimeConfig:
     prefix_cache_tokens: int | None = None
     """With `stages`, tokens of earlier prompts whose entries stages keep, 8192 by default. A prompt that begins alike
     takes them over, in whole chunks."""
+    draft_memory_mb: int | None = None
+    """With `stages`, megabytes of earlier requests' texts, in which guesses are looked up, 64 by default. A request's
+    time may tell what earlier ones said, so `ppd serve` has 0 by default."""
     exit_layer: int | None = None
     """The layer after which the next token is predicted early; default: a trained exit head's, or half depth. Half
     depth is rounded up."""
@@ -340,6 +346,13 @@ class RuntimeConfig:
         if self.stages is None:
             return 0
         return _USUAL_PREFIXES if self.prefix_cache_tokens is None else self.prefix_cache_tokens
+
+    @property
+    def draft_memory(self) -> int:
+        """Megabytes of earlier requests' texts; none in the paper's layout."""
+        if self.stages is None:
+            return 0
+        return _USUAL_DRAFT_MB if self.draft_memory_mb is None else self.draft_memory_mb
 
     @property
     def num_candidates(self) -> int:

@@ -77,6 +77,8 @@ class PaperLayout(_Layout):
     """There are no borders between stages."""
     tells_hits: ClassVar[bool] = True
     """Whether a token's message says which candidate was right; the first stage tells that later."""
+    guesser: ClassVar[int] = 1
+    """The first sub-process; others choose too."""
     repetitions: ClassVar[bool] = False
     """No candidates come from the text's own repetitions."""
 
@@ -137,6 +139,11 @@ class StagedLayout(_Layout):
     @property
     def num_processes(self) -> int:
         return len(self.cuts) + 1
+
+    @property
+    def guesser(self) -> int:
+        """The rank of the stage that chooses the guesses to run: the first one, or the only one."""
+        return 1 if self.cuts else DECIDER
 
     @property
     def tells_hits(self) -> bool:

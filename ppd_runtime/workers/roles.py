@@ -13,6 +13,7 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
+from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -104,6 +105,7 @@ class StagedRole(Role):
         self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
         self._calibration = GuessRecord()
         self._whole: LayerRange | None = None
+        self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
@@ -119,6 +121,7 @@ class StagedRole(Role):
                 self._calibration,
                 layout.repetitions,
                 layout.row_cost,
+                self._earlier,
             )
         if self._fits_one_process(session.begin):
             begin = session.begin
@@ -162,6 +165,7 @@ class StagedRole(Role):
             layout.repetitions,
             only_chains=stage.only_chains,
             row_cost=layout.row_cost,
+            earlier=self._earlier,
         )
 
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
@@ -174,6 +178,8 @@ class StagedRole(Role):
         if isinstance(session.machine, FirstStage | MiddleStage | LastStage | SingleStage):
             session.begin = session.machine.begin
             session.machine.stage.begin(0)  # frees its memory
+            if self._earlier is not None and isinstance(session.machine, FirstStage | SingleStage):
+                self._earlier.add(session.machine.history)
         elif isinstance(session.machine, MainProcess):
             session.machine.stage.begin(0)
 

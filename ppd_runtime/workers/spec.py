@@ -46,6 +46,8 @@ class WorkerSpec:
 
     has_whole_model: bool = False
     """Whether a last stage may load all layers too; their weights are in memory that the stages share."""
+    draft_memory_mb: int = 0
+    """Megabytes of earlier requests' texts in which a first or single stage looks for guesses."""
     prefix_cache_tokens: int = 0
     """Tokens of earlier prompts whose entries a stage keeps."""
     cache_tokens: int | None = None

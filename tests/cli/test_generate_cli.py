@@ -16,6 +16,7 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, Acceptance
 from ppd_runtime.cli.generate import generate as command
 from ppd_runtime.cli.options import PARAMETERS
+from ppd_runtime.cli.serve import without_earlier_texts
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.config import RUNTIME_SETTINGS, RuntimeConfig
 from ppd_runtime.settings.fields import summary
@@ -29,6 +30,7 @@ WITHOUT_OPTION = {
     "max_requests": "a command has one request; `ppd serve` has an option for it",
     "max_cache_tokens": "the same",
     "prefix_cache_tokens": "the same",
+    "draft_memory_mb": "the same",
     "logprobs": "numbers for programs: Python and `ppd serve` give them",
     "prompt_logprobs": "numbers for programs, too",
     **dict.fromkeys(
@@ -55,7 +57,14 @@ WITHOUT_OPTION = {
     ),
     "eos_token_ids": "a conversation's, which a command has not",
 }
-OF_JOBS = {"placement_timeout_s", "gpus_per_worker", "max_requests", "max_cache_tokens", "prefix_cache_tokens"}
+OF_JOBS = {
+    "placement_timeout_s",
+    "gpus_per_worker",
+    "max_requests",
+    "max_cache_tokens",
+    "prefix_cache_tokens",
+    "draft_memory_mb",
+}
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "launcher",  # a job's is Ray
     "ray_address",  # of the cluster that it runs on
@@ -167,3 +176,15 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given:
 )
 def test_mistakes_are_one_line(model_folder: Callable[..., Path], given: str, message: str) -> None:
     assert message in refused("generate", "x", "--model", model_folder("llama"), *given.split())
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({"stages": 2}, {"draft_memory_mb": 0, "stages": 2}),
+        ({"cuts": "1,2", "draft_memory_mb": 8}, {"cuts": "1,2", "draft_memory_mb": 8}),
+        ({"k": 1}, {"k": 1}),
+    ],
+)
+def test_a_server_keeps_no_texts_unless_it_is_asked_to(layout: dict[str, object], told: dict[str, object]) -> None:
+    assert without_earlier_texts(layout) == told

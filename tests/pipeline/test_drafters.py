@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import SEED
 
+from ppd_runtime.pipeline.staged.chances import _cell
 from ppd_runtime.pipeline.staged.drafters import (
     Drafter,
     FromEarlierTexts,
     OwnText,
     Source,
-    calibration_key,
     length_bin,
     said,
 )
@@ -82,8 +82,8 @@ def test_a_cursor_from_before_misses_what_was_added_since():
 
 
 def test_each_bin_of_lengths_has_an_experience_of_its_own():
-    keys = [calibration_key(source, length) for source in Source for length in range(2, 40)]
-    assert len(set(keys)) == 2 * 9
+    cells = {_cell(0, 0, said(source, length)) for source in Source for length in range(2, 40)}
+    assert len(cells) == 2 * 9
     assert [length_bin(length) for length in (1, 2, 7, 8, 11, 12, 15, 16, 99)] == [-1, 0, 5, 6, 6, 7, 7, 8, 8]
     for source in Source:
         chances = [said(source, length) for length in range(2, 40)]

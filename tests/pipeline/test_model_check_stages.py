@@ -60,7 +60,7 @@ def _counted(self: RowChooser, parent: Node, token: int) -> Node | None:
     """Numbers that say nothing of the path: a restarted stage gives them to other nodes."""
     self._count = getattr(self, "_count", 0) + 1
     node = self.tree.add(self._count, token, parent.position + 1, parent.number)
-    self.name_repetition(node)
+    self.name_drafts(node)
     return node
 
 

@@ -14,6 +14,7 @@ from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench, begin_message
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import Cancel, Foreseen, Token
 from ppd_runtime.pipeline.ports import next_wait
+from ppd_runtime.pipeline.staged.drafters import Draft, Source
 from ppd_runtime.pipeline.staged.single_stage import SingleStage
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling.params import SamplingParams
@@ -22,20 +23,26 @@ from ppd_runtime.settings.layouts import CLIENT
 
 
 class Foresight:
-    """In the place of the text's repetitions: names the right next token in a share of the places, else a wrong one."""
+    """A drafter that names the right next token in a share of the places, else a wrong one; a cursor is a place."""
 
     def __init__(self, text, rate, seed, vocab_size):
         self.text, self.rate, self.vocab_size = text, rate, vocab_size
-        self.random, self.length = random.Random(seed), 0
+        self.random = random.Random(seed)
 
-    def follow(self, history):
-        self.length = len(history)
+    def begin(self, prompt):
+        self.newest = len(prompt)
 
-    def guess(self, text):
-        place = next((i for i in range(self.length, len(self.text)) if self.text[:i][-len(text) :] == text), None)
-        right = self.text[place] if place is not None else 0
+    def follow(self, token):
+        self.newest += 1
+
+    def advance(self, cursor, token):
+        return cursor + 1
+
+    def guesses(self, cursor):
+        right = self.text[cursor] if cursor < len(self.text) else 0
         wrong = self.random.random() >= self.rate
-        return (right + wrong * self.random.randrange(1, 5)) % self.vocab_size, 0.5
+        token = (right + wrong * self.random.randrange(1, 5)) % self.vocab_size
+        return [Draft(token, 0.5, Source.OWN_TEXT, 3)]
 
 
 class SingleRun:
@@ -50,7 +57,7 @@ class SingleRun:
         self.machine = SingleStage(stage, rows, lambda to, m: self.sent.append((to, m)), self.begin, policy)
         self.machine._chooser.only_chains = chains
         if foresight:
-            self.machine._chooser._repetitions = foresight
+            self.machine._chooser._drafters = [foresight]
         self.decisive = recorded.decisive
         self.running = self.machine.decode(Sampler(params, len(prompt)), bench._stop(params))
 

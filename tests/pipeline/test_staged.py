@@ -218,13 +218,12 @@ def test_heads_are_asked_while_the_policy_has_something_guessed(model_folder, cu
     assert {*range(start, start + 8), *range(start + 33, start + 40)} <= head.asked
 
 
-def test_the_end_of_a_text_is_no_copy_of_all_of_it():
+def test_guesses_are_those_behind_the_certain_text():
     tree, (prompt, *nodes) = chain_behind(list(range(100)), range(101, 106))
-    assert ([*tree.text(prompt)], tree.text(prompt, 3)) == (list(range(100)), [97, 98, 99])
+    assert tree.guessed(prompt) == []
     for number, node in enumerate(nodes, start=1):
-        assert tree.text(node, 3)[-3:] == tree.text(node)[-3:]
-        assert len(tree.text(node, 3)) == number + 3
-    assert tree.text(nodes[-1], 1000) == [*tree.text(nodes[-1])] == [*range(100), *range(101, 106)]
+        assert tree.guessed(node) == [*range(101, 101 + number)]
+        assert [*tree.text(node)] == [*range(100), *tree.guessed(node)]
 
 
 def test_a_text_is_what_it_was_though_its_history_goes_on():
@@ -260,13 +259,18 @@ def test_repetitions_are_looked_for_behind_the_prompts_states(model_folder):
     bench, sent = Bench.of(model_folder("llama")), []
     begin = begin_message([5, 9, 5, 9, 5], SamplingParams(max_new_tokens=8))
     stage = FirstStage(TreeRange(bench.stage(2), 8), None, 2, 1, 4, MachineNetwork(None).send, begin)
-    stage.send = lambda addresses, message: sent.append((type(message), stage.chooser._repetitions.guess([5, 9])))
+
+    def drafts():
+        (drafter,) = stage.chooser._drafters
+        return [draft.token for draft in drafter.guesses(drafter.newest)]
+
+    stage.send = lambda addresses, message: sent.append((type(message), drafts()))
     stage.head = SimpleNamespace(guesses=lambda hidden, texts, k: [[(9, 0.5)] for _ in texts])
     machine = stage.serve()
     while next_wait(machine, None).patience == 0:
         pass
-    assert sent[0] == (PromptStates, None)
-    assert stage.chooser._repetitions.guess([5, 9])[0] == 5
+    assert sent[0] == (PromptStates, [])
+    assert drafts() == [9]
     assert stage.chooser._successors[0].by_boundary.keys() == {0, 1}
 
 

@@ -67,6 +67,9 @@ def test_one_stage():
             assert result.stats.hits + result.stats.misses == 47
             if prompt is REPETITIVE:
                 assert result.stats.hits > 12
+        again = runtime.generate(PROMPT, **asked | SAMPLED)
+        assert again.token_ids == compiled.generate(PROMPT, **asked | SAMPLED).token_ids
+        assert again.stats.hits > 30, "an earlier text is quoted"
     with PPDRuntime("demo", stages=1, launcher="processes", **settings) as runtime:
         expected = compiled.generate(REPETITIVE, max_new_tokens=24).token_ids
         assert runtime.generate(REPETITIVE, max_new_tokens=24).token_ids == expected

@@ -335,6 +335,7 @@ def test_placements_that_can_be() -> None:
     [
         ("k", RuntimeConfig().k),
         ("prefix_cache_tokens", RuntimeConfig(stages=2).prefix_tokens),
+        ("draft_memory_mb", RuntimeConfig(stages=2).draft_memory),
     ],
 )
 def test_documentation_names_the_defaults_that_hold(name: str, usual: int) -> None:

@@ -22,19 +22,20 @@ class GuessRecord:
 
     def chance(self, boundary: int, rank: int, said: float) -> float:
         """The chance that a guess is right if its boundary's head gave it `rank` (from 0) and the chance `said`."""
-        cell = (boundary, rank, _bin(said))
+        cell = _cell(boundary, rank, said)
         return (self._hits[cell] + _PRIOR_WEIGHT * said) / (self._trials[cell] + _PRIOR_WEIGHT)
 
     def learn(self, boundary: int, guesses: Sequence[Guess], token: int) -> None:
         """Count a boundary's guesses at a place where `token` was right."""
         for rank, (guessed, said) in enumerate(guesses):
-            cell = (boundary, rank, _bin(said))
+            cell = _cell(boundary, rank, said)
             self._trials[cell] += 1
             self._hits[cell] += guessed == token
 
 
-def _bin(said: float) -> int:
-    return min(int(said * _BINS), _BINS - 1)
+def _cell(boundary: int, rank: int, said: float) -> tuple[int, int, int]:
+    """What a drafter of boundary 0 says stands for its source and the length of a match; a head's is a probability."""
+    return boundary, rank, round(100 * said) if boundary == 0 else min(int(said * _BINS), _BINS - 1)
 
 
 @dataclass

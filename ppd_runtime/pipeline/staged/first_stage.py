@@ -13,6 +13,7 @@ from ppd_runtime.pipeline.messages import Begin, Foreseen, Guesses, Message, Pro
 from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import GuessRecord, of_message
+from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
 from ppd_runtime.pipeline.staged.tree import Node
@@ -41,10 +42,11 @@ class FirstStage(FollowerStage):
         repetitions: bool = True,
         only_chains: bool = False,
         row_cost: float = 0.0,
+        earlier: EarlierTexts | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows = num_stages, rows
-        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost)
+        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier)
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name; last, those that none named."""
         self._counted_to = 0  # position; a new attempt runs its tokens again
@@ -101,7 +103,7 @@ class FirstStage(FollowerStage):
         self._prompt_has_run = True
         yield from self._name([self.tree.prompt], states[:, -1:])
         self.chooser.follow_text()  # some milliseconds for a long prompt; nobody waits now
-        self.chooser.name_repetition(self.tree.prompt)
+        self.chooser.name_drafts(self.tree.prompt)
 
     def _work(self) -> Work:
         is_needed = self.chooser.next_is_certain() or not self._prompt_has_run

@@ -2,10 +2,13 @@
 
 import heapq
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess, GuessRecord, Successors
-from ppd_runtime.pipeline.staged.ngrams import LONGEST, Repetitions
+from ppd_runtime.pipeline.staged.drafters import Draft, Drafter, FromEarlierTexts, OwnText
+from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, NodeTree, number_of
 
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a row
@@ -28,7 +31,8 @@ class RowChooser:
         tree: the nodes; those that are chosen are added. Its `history` holds the certain tokens.
         last_position: position of the last token that another one follows.
         calibration: what earlier requests taught; it is updated.
-        repetitions: whether there is a boundary 0.
+        repetitions: whether boundary 0 looks for repetitions of the text.
+        earlier: texts in which boundary 0 looks, too.
         only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
         row_cost: what a further row adds to a pass, as a share of the first one's time.
     """
@@ -41,13 +45,17 @@ class RowChooser:
         repetitions: bool,
         only_chains: bool,
         row_cost: float,
+        earlier: EarlierTexts | None = None,
     ) -> None:
         self.tree, self.last_position, self.calibration = tree, last_position, calibration
         self.only_chains, self.row_cost = only_chains, row_cost
         self.guessing: int = Guessing.NOTHING
         """What to guess, a `Guessing`."""
         self._successors: dict[int, Successors] = {}
-        self._repetitions = Repetitions() if repetitions else None
+        self._drafters: list[Drafter[Any]] = [OwnText()] if repetitions else []
+        if earlier is not None:
+            self._drafters.append(FromEarlierTexts(earlier))
+        self._followed = 0  # certain tokens that the drafters know
 
     def next_is_certain(self) -> bool:
         """Whether a certain token waits for its pass."""
@@ -84,17 +92,35 @@ class RowChooser:
             successors.by_boundary[boundary] = guesses
 
     def follow_text(self) -> None:
-        """Read the certain tokens that boundary 0 does not know yet."""
-        if self._repetitions is not None and self.guessing >= Guessing.REPETITIONS:
-            self._repetitions.follow(self.tree.history)
-
-    def name_repetition(self, node: Node) -> None:
-        """Boundary 0: what followed the same tokens earlier in the text."""
-        if self._repetitions is None or self.guessing < Guessing.REPETITIONS:
+        """Have boundary 0's drafters read the certain tokens that they do not know yet."""
+        history = self.tree.history
+        if self.guessing < Guessing.REPETITIONS or self._followed == len(history):
             return
-        guess = self._repetitions.guess(self.tree.text(node, LONGEST))  # the whole text would be copied
-        if guess is not None:
-            self.name(node, 0, [guess])
+        for drafter in self._drafters:
+            if self._followed:
+                for token in islice(history, self._followed, None):
+                    drafter.follow(token)
+            else:
+                drafter.begin(history)
+        self._followed = len(history)
+
+    def name_drafts(self, node: Node) -> None:
+        """Boundary 0: have drafters name what may follow a guess or the newest certain token."""
+        if self.guessing < Guessing.REPETITIONS or (node.is_certain and not self.tree.is_newest(node)):
+            return
+        self.follow_text()
+        path = self.tree.guessed(node)
+        drafts: dict[int, Draft] = {}
+        for drafter in self._drafters:
+            cursor = drafter.newest
+            for token in path:
+                cursor = drafter.advance(cursor, token)
+            for draft in drafter.guesses(cursor):
+                if draft.token not in drafts or draft.said > drafts[draft.token].said:
+                    drafts[draft.token] = draft
+        if drafts:
+            likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
+            self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
 
     def forget_dropped(self) -> None:
         """Forget what was named to follow nodes that are gone."""
@@ -139,5 +165,5 @@ class RowChooser:
     def _enter(self, parent: Node, token: int) -> Node:
         node = self.tree.add(number_of(parent.number, token), token, parent.position + 1, parent.number)
         assert node is not None, "what enters stands behind a node that may come true"
-        self.name_repetition(node)
+        self.name_drafts(node)
         return node

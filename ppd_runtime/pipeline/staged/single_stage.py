@@ -11,6 +11,7 @@ from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Wo
 from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.decider import StagedDecider
+from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
@@ -44,6 +45,7 @@ class SingleStage(StagedDecider):
         calibration: GuessRecord | None = None,
         repetitions: bool = True,
         row_cost: float = 0.0,
+        earlier: EarlierTexts | None = None,
     ) -> None:
         super().__init__(stage, send, begin, policy)
         self.rows = rows
@@ -52,7 +54,7 @@ class SingleStage(StagedDecider):
         self._tree = NodeTree(stage, self.history, prompt_size)
         last_position = prompt_size + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
-        self._chooser = RowChooser(self._tree, last_position, record, repetitions, stage.only_chains, row_cost)
+        self._chooser = RowChooser(self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier)
 
     def take_turn(self, rows: int) -> None:
         """Go on with at most `rows` of a pass."""
@@ -111,7 +113,7 @@ class SingleStage(StagedDecider):
         self.cached_tokens = self.stage.cached_tokens
         self._tree.prompt.hidden = RowState(states, states.shape[1] - 1)
         self._chooser.follow_text()
-        self._chooser.name_repetition(self._tree.prompt)
+        self._chooser.name_drafts(self._tree.prompt)
 
     def _run_pass(self) -> Machine:
         nodes = self._chooser.choose(self.rows)

@@ -148,17 +148,19 @@ class NodeTree:
             behind = behind.parent
         return path[::-1]
 
-    def text(self, node: Node, most: int | None = None) -> Sequence[int]:
-        """The tokens up to a node, its own included; if `most` is given, at least the newest `most` of them."""
+    def guessed(self, node: Node) -> list[int]:
+        """The guesses on the path to a node, its own token included, oldest first; none for a certain node."""
         tokens: list[int] = []
         behind: Node | None = node
         while behind is not None and not behind.is_certain:
             tokens.append(behind.token)
             behind = behind.parent
-        end = node.position - len(tokens) + 1
-        if most is None:
-            return Text(self.history, end, tokens[::-1])
-        return [*self.history[max(end - most, 0) : end], *reversed(tokens)]
+        return tokens[::-1]
+
+    def text(self, node: Node) -> Text:
+        """The tokens up to a node, its own included."""
+        guessed = self.guessed(node)
+        return Text(self.history, node.position - len(guessed) + 1, guessed)
 
     def alive(self) -> Iterator[Node]:
         """The newest certain node, and all nodes that may become certain."""
