@@ -13,7 +13,6 @@ from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.pipeline.staged.chances import Successors
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.checks import even_cuts
@@ -70,8 +69,8 @@ def test_a_further_row_has_to_promise_what_it_costs(model_folder):
         stage = TreeRange(bench.stage(2), 8)
         first = FirstStage(stage, None, 2, 3, 4, MachineNetwork(None).send, begin, row_cost=row_cost)
         first._begin_attempt()
-        first._successors[0] = Successors({1: [(5, 0.6), (6, 0.3), (7, 0.1)]})
-        assert [node.token for node in first._chosen()] == tokens
+        first.chooser.name(first.tree.prompt, 1, [(5, 0.6), (6, 0.3), (7, 0.1)])
+        assert [node.token for node in first.chooser.choose(first.rows)] == tokens
 
 
 @pytest.fixture
