@@ -37,6 +37,7 @@ from ppd_runtime.launch import guessing_times
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import Stats
+from ppd_runtime.settings.config import without_earlier_texts
 from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.tune.compare import Comparison, Pair
 from ppd_runtime.tune.figures import figures, saving_share
@@ -132,9 +133,10 @@ def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, ho
         with OrdinaryDecoding(model, threads=threads, **settings | {"dtype": ordinary.dtype}) as parallel:
             yield parallel
         return
+    own = without_earlier_texts(settings)  # each prompt comes several times
     known, guessing_times.noted = guessing_times.noted, lambda *_: ()
     try:
-        with socket_folder() as folder, PPDRuntime(model, **{"launcher": "processes"} | settings) as runtime:
+        with socket_folder() as folder, PPDRuntime(model, **{"launcher": "processes"} | own) as runtime:
             if hop_ms:
                 slow_links(folder, hop_ms / 1000)
             yield runtime

@@ -13,11 +13,11 @@ from cluster.results import ResultsFile
 from ppd_runtime.cli import options
 from ppd_runtime.cli.errors import OneLineGroup, one_line_errors
 from ppd_runtime.cli.options import Settings, takes
-from ppd_runtime.cli.serve import check_installed, without_earlier_texts
+from ppd_runtime.cli.serve import check_installed
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.server.settings import ServerSettings
-from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.config import RuntimeConfig, without_earlier_texts
 
 if TYPE_CHECKING:
     from ppd_runtime import PPDRuntime

@@ -10,7 +10,7 @@ from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, own_settings
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
-from ppd_runtime.settings.config import RuntimeConfig
+from ppd_runtime.settings.config import RuntimeConfig, without_earlier_texts
 
 _LAYOUT = (*LAYOUT_SETTINGS, "max_requests", "max_cache_tokens", "prefix_cache_tokens", "draft_memory_mb")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -47,11 +47,6 @@ def serve(
         with open_method(model, method.value, **own, **place) as generator:
             show_progress("")
             serve_prepared(generator, prepared, lambda: _tell(prepared.url, generator.info.name))
-
-
-def without_earlier_texts(layout: Settings) -> Settings:
-    """A server's layout: unless it is asked for, one client's text does not show in another's timing."""
-    return {"draft_memory_mb": 0} | layout if layout.keys() & {"stages", "cuts"} else layout
 
 
 def check_installed() -> None:

@@ -349,8 +349,8 @@ class RuntimeConfig:
 
     @property
     def draft_memory(self) -> int:
-        """Megabytes of earlier requests' texts; none in the paper's layout."""
-        if self.stages is None:
+        """Megabytes of earlier requests' texts; none in the paper's layout, or where nothing repeated is named."""
+        if self.stages is None or not self.repetitions:
             return 0
         return _USUAL_DRAFT_MB if self.draft_memory_mb is None else self.draft_memory_mb
 
@@ -399,6 +399,11 @@ IN_PROCESS_SETTINGS: Mapping[str, str] = {
     "trace": "trace",
 }
 """The settings of `RuntimeConfig` that decoding in one process has, by the names that it has for them."""
+
+
+def without_earlier_texts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a server or a measurement: unless it is asked for, no request gains by the text of an earlier one."""
+    return {"draft_memory_mb": 0, **settings} if settings.keys() & {"stages", "cuts"} else {**settings}
 
 
 def runtime_config(config: RuntimeConfig | None, settings: Mapping[str, Any]) -> RuntimeConfig:

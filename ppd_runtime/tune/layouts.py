@@ -7,6 +7,7 @@ from typing import Any
 
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.runtime import PPDRuntime
+from ppd_runtime.settings.config import without_earlier_texts
 from ppd_runtime.tune.compare import Pair
 from ppd_runtime.tune.figures import figures, saving_share
 from ppd_runtime.tune.rows import BASELINE
@@ -92,7 +93,9 @@ def opened(layout: Layout, ordinary: OrdinaryDecoding, **others: Any) -> Iterato
             yield way
     else:
         threads = config.threads_per_worker
-        with PPDRuntime(**shared, threads_per_worker=threads, **layout.settings, **others) as runtime:
+        with PPDRuntime(
+            **shared, threads_per_worker=threads, **without_earlier_texts(layout.settings), **others
+        ) as runtime:
             yield runtime
 
 

@@ -18,6 +18,7 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import Stats
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.config import without_earlier_texts
 from ppd_runtime.tune.compare import Comparison, Drafting, Text, Way, compare
 from ppd_runtime.tune.rows import BASELINE, MethodRow, full_settings
 from ppd_runtime.tune.transformers_methods import (
@@ -133,4 +134,4 @@ def _open(row: MethodRow, ordinary: OrdinaryDecoding, drafting: LayerRange | Non
     shared = {name: getattr(config, name) for name in SHARED_SETTINGS}
     shared |= {"dtype": ordinary.dtype, "threads": config.threads_per_worker}
     own: dict[str, Any] = {"stage": drafting} if row.method in SELF_SPECULATIVE else {}
-    return open_method(method=row.method, **full_settings(row), **shared, **own)
+    return open_method(method=row.method, **without_earlier_texts(full_settings(row)), **shared, **own)

@@ -16,9 +16,8 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, Acceptance
 from ppd_runtime.cli.generate import generate as command
 from ppd_runtime.cli.options import PARAMETERS
-from ppd_runtime.cli.serve import without_earlier_texts
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.settings.config import RUNTIME_SETTINGS, RuntimeConfig
+from ppd_runtime.settings.config import RUNTIME_SETTINGS, RuntimeConfig, without_earlier_texts
 from ppd_runtime.settings.fields import summary
 
 WITHOUT_OPTION = {

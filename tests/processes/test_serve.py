@@ -24,7 +24,8 @@ from ppd_runtime import OrdinaryDecoding
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(tmp_path_factory.mktemp("serve") / "log", "--stages", "2", "--log-format", "json") as found:
+    options = ("--stages", "2", "--speculation", "always", "--log-format", "json")
+    with Served(tmp_path_factory.mktemp("serve") / "log", *options) as found:
         yield found
 
 
