@@ -19,7 +19,8 @@ _KEPT = 0.9  # decay of earlier blocks in the fit of growth with the text
 _LEAST_SPREAD = 0.05  # least length spread for that fit, in heavy lengths
 _MOST_WRONG = 4.0  # largest factor a given heavy length is off by
 _MOST_TOGETHER = 4  # requests at once that are told apart
-_PROMISING = 0.75  # share of a token's time without guesses that guesses have to beat, else one process is tried
+_GAIN = 0.75  # share of a token's time without guesses below which guesses gain, so a layout decodes
+_REQUESTS = 3  # least requests over which that share is a mean: texts differ, and the first finds cold caches
 _ONE_PROCESS = 3  # its place among the seconds of ways, after those of `Guessing`
 
 
@@ -203,8 +204,8 @@ class QuickestGuessing:
     covers the expected cost. The best way may depend on the number of requests at once, so each number has a
     comparison.
 
-    A request that begins alone may be decoded by one process, if that takes less than the layout's best way. This is
-    tried once guesses were found to gain little; later the slower choice is tried again by the same rule as a way.
+    A request that begins alone may be decoded by one process, if guesses gain little over some requests, and if that
+    takes less than the layout's best way. The slower choice is tried again by the same rule as a way.
 
     Args:
         ways: all of them, ascending, `Guessing.NOTHING` first.
@@ -229,6 +230,7 @@ class QuickestGuessing:
         one_process = {Guessing.NOTHING: known[_ONE_PROCESS]} if any(known[_ONE_PROCESS:]) else {}
         self._one_process = _Comparison(self._ways[:1], Growth(heavy_length), one_process)
         self._saved_tokens = 0.0
+        self._requests, self._share = (_REQUESTS, self._best_share()) if timed else (0, 0.0)
 
     @property
     def guessing(self) -> Guessing:
@@ -243,6 +245,13 @@ class QuickestGuessing:
 
     def begin(self) -> None:
         """Implements `SpeculationPolicy.begin`."""
+        self._before = None
+        if Guessing.NOTHING in self._alone.seconds(0):
+            self._requests = min(self._requests + 1, _REQUESTS)
+            self._share += (self._best_share() - self._share) / self._requests
+
+    def begin_in_one_process(self) -> None:
+        """`begin` for a request that one process decodes."""
         self._before = None
 
     def note(self, length: int) -> None:
@@ -276,14 +285,18 @@ class QuickestGuessing:
             self._one_process.add(now - self._before, length)
         self._before = now
 
+    def _best_share(self) -> float:
+        """The best way's time of a token, as a share of the time without guesses; 0 if that is unknown."""
+        seconds = self._alone.seconds(0)
+        return min(seconds.values()) / seconds[Guessing.NOTHING] if Guessing.NOTHING in seconds else 0.0
+
     def _chooses_one_process(self, length: float) -> bool:
-        of_layout, of_one = self._alone.seconds(length), self._one_process.seconds(length).get(Guessing.NOTHING)
-        if of_one is None:
-            all_tried = all(way in of_layout for way in self._ways)
-            return all_tried and min(of_layout.values()) > _PROMISING * of_layout[Guessing.NOTHING]
-        if not of_layout:
+        if self._requests < _REQUESTS or self._share <= _GAIN:
             return False
-        best = min(of_layout.values())
+        of_one = self._one_process.seconds(length).get(Guessing.NOTHING)
+        if of_one is None:
+            return True
+        best = min(self._alone.seconds(length).values())
         loss = min(max(abs(best - of_one) / min(best, of_one), _LEAST_LOSS), _MOST_LOSS)
         self._saved_tokens += _SHARE * length
         tries_again = self._saved_tokens >= loss * length
@@ -299,7 +312,7 @@ class _OneProcess:
 
     def __init__(self, policy: QuickestGuessing) -> None:
         self._policy = policy
-        self.begin, self.note = policy.begin, policy.note_in_one_process
+        self.begin, self.note = policy.begin_in_one_process, policy.note_in_one_process
         self.together, self.way_seconds = policy.together, policy.way_seconds
 
     def one_process(self, length: float) -> SpeculationPolicy | None:
