@@ -33,7 +33,6 @@ def adapt(
         str | None, typer.Option(help="Numbers of stages to train for, such as 2,4, which is the default.")
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to train for in their place, such as 8,15,22.")] = None,
-    drafter: Annotated[bool, typer.Option("--drafter", help="Train a drafter too, which no layout uses yet.")] = False,
     out: Annotated[Path | None, typer.Option(help="The new folder; default: where stages find it.")] = None,
     disk_gb: Annotated[float, typer.Option(help="Most gigabytes of hidden states on disk meanwhile.")] = 4.0,
     *,
@@ -55,7 +54,6 @@ def adapt(
             texts=texts,
             stages=None if stages is None else parse_list("--stages", stages, int),
             layers=None if layers is None else parse_list("--layers", layers, int),
-            drafter=drafter,
             out=out,
             disk_gb=disk_gb,
         )
@@ -86,13 +84,6 @@ def _print(report: "AdaptReport") -> None:
         for kind in (ALL, *report.held_out)
     ]
     print(plain_table(["layer", "kind", *(f"k={k}" for k in KS)], rows))
-    if report.drafter:
-        own = [
-            [f"token {number}", kind, *(f"{of_step[kind][k]:.2f}" for k in KS)]
-            for number, of_step in enumerate(report.drafter, start=1)
-            for kind in of_step
-        ]
-        print(f"\n{plain_table(['drafter', 'kind', *(f'k={k}' for k in KS)], own)}")
     bounds = [
         [len(row.cuts) + 1, ",".join(map(str, row.cuts)), *(f"{row.before[k]:.2f} → {row.after[k]:.2f}" for k in KS)]
         for row in report.stages

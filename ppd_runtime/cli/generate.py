@@ -150,6 +150,8 @@ def figures(result: "GenerationResult") -> str:
     rate = "" if stats.match_rate is None else f", match rate {stats.match_rate:.2f}"
     if stats.measured_ratio is not None:
         rate += f", {stats.measured_ratio:.2f} of the time without guesses"
+    if stats.one_process:
+        rate += ", in one process"
     early = f", {result.finish_reason}" if result.finish_reason in ("timeout", "cancelled") else ""
     return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{rate}{early}"
 

@@ -172,6 +172,7 @@ def ppd_of(result: GenerationResult, shape: Mapping[str, Any]) -> dict[str, Any]
         "first_boundary": list(stats.first_boundary),
         "match_rate": stats.match_rate,
         "measured_ratio": stats.measured_ratio,
+        "one_process": stats.one_process,
         "latency_s": stats.latency_s,
         "time_to_first_token_s": stats.time_to_first_token_s,
         "tokens_per_second": stats.tokens_per_second,

@@ -75,6 +75,7 @@ def test_boundaries_are_counted_and_the_layout_is_told(folder: Path) -> None:
     told = choice["ppd"]
     assert told["layout"] == {"method": "ppd", "cuts": [1, 3], "rows": 2, "k": 2}
     assert sum(told["first_boundary"]) == 19
+    assert told["one_process"] is False
     names = ("1", "2", "none")
     counted = [next(float(line.split()[-1]) for line in lines if f'boundary="{name}"' in line) for name in names]
     assert counted == told["first_boundary"]

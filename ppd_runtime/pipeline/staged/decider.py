@@ -5,10 +5,13 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.pipeline.messages import NOT_ASKED, Begin, Token
-from ppd_runtime.pipeline.ports import Awaited, Machine, Send
+from ppd_runtime.pipeline.messages import NOT_ASKED, Begin, Cancel, Message, Token
+from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
+from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
 from ppd_runtime.sampling.sampler import Sampler
@@ -29,6 +32,7 @@ class StagedDecider(ABC):
         """The request's layer passes; a row counts as a token."""
         self.cached_tokens = 0
         """Prompt tokens whose entries were kept from an earlier prompt, at the first attempt."""
+        self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._delivered = len(begin.delivered)
         self._cancelled = False
         self._sampler = Sampler(begin.params)
@@ -66,7 +70,28 @@ class StagedDecider(ABC):
         for message in self.told[max(delivered - self._delivered, 0) :]:
             self.send((CLIENT,), message)
 
-    def _choose(self, logits: Any, stop: StopRule) -> int:
+    def _decisive(self) -> Tensor | None:
+        """The newest token's state after all layers, `[1, 1, hidden_size]`, once it is there."""
+        root = self._tree.root
+        if root.hidden is None or not root.has_run or not self._tree.is_newest(root):
+            return None
+        return root.hidden.alone()
+
+    @abstractmethod
+    def _work(self) -> Work:
+        """What it does next without a message."""
+
+    def _take_all(self) -> Machine:
+        while (message := (yield WaitFor(0, work=self._work))) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self._cancelled = True
+        elif isinstance(message, Begin):
+            self.repeat(len(message.delivered))
+
+    def _choose(self, logits: Tensor, stop: StopRule) -> int:
         """Add the next token to the text; `finish_reason` says whether it is the last."""
         token = self._sampler.choose(logits, self.history)
         self._logprobs = self._sampler.take_logprobs()

@@ -10,7 +10,6 @@ from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import (
     MISS,
     Begin,
-    Cancel,
     CatchUp,
     End,
     Guesses,
@@ -68,7 +67,6 @@ class LastStage(StagedDecider):
         self._again = False
         self._prompt = ArrivingPrompt(stage, len(begin.prompt_ids))
         self._finished_pass = 0
-        self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._arrivals = Arrivals(self._tree)
         self._losses = 0  # losses in a row
 
@@ -119,13 +117,6 @@ class LastStage(StagedDecider):
             else:
                 self._lose_patience()
                 wanted = self._patience()
-
-    def _decisive(self) -> Tensor | None:
-        """The newest token's hidden state, once it is there."""
-        root = self._tree.root
-        if root.hidden is None or not root.has_run or not self._tree.is_newest(root):
-            return None
-        return root.hidden.alone()
 
     def _work(self) -> Work:
         if self._cancelled or self._again or self._decisive() is not None:
@@ -197,16 +188,9 @@ class LastStage(StagedDecider):
         passes = _PASSES + len(self.history)
         return WaitFor(self.num_layers * passes << doublings, min(least_s * 2**doublings, _LONGEST_S))
 
-    def _take_all(self) -> Machine:
-        while (message := (yield WaitFor(0, work=self._work))) is not None:
-            self._take(message)
-
     def _take(self, message: Message) -> None:
-        if isinstance(message, Cancel):
-            self._cancelled = True
-        elif isinstance(message, Begin):
-            self.repeat(len(message.delivered))
-        elif isinstance(message, Missing):
+        super()._take(message)
+        if isinstance(message, Missing):
             self._answer_missing(message)
         elif isinstance(message, Peers):
             self._welcome(message.addresses)

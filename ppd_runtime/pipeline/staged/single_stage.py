@@ -3,11 +3,9 @@
 from collections.abc import Generator
 from typing import Any
 
-from torch import Tensor
-
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.pipeline.messages import MISS, Begin, Cancel, Foreseen, Message, Token
-from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, WaitFor, Work
+from ppd_runtime.pipeline.messages import MISS, Begin, Foreseen, Token
+from ppd_runtime.pipeline.ports import Awaited, Call, Machine, Send, Work
 from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.decider import StagedDecider
@@ -15,7 +13,7 @@ from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
-from ppd_runtime.pipeline.staged.tree import NodeTree, RowState
+from ppd_runtime.pipeline.staged.tree import RowState
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
@@ -50,9 +48,7 @@ class SingleStage(StagedDecider):
         super().__init__(stage, send, begin, policy)
         self.rows = rows
         self.asked = self.foreseen = 0
-        prompt_size = len(begin.prompt_ids)
-        self._tree = NodeTree(stage, self.history, prompt_size)
-        last_position = prompt_size + begin.params.max_new_tokens - 2
+        last_position = len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
         self._chooser = RowChooser(self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier)
 
@@ -121,22 +117,5 @@ class SingleStage(StagedDecider):
         for row, node in enumerate(nodes):
             node.hidden = RowState(hidden, row)
 
-    def _decisive(self) -> Tensor | None:
-        """The newest token's state after all layers, `[1, 1, hidden_size]`, if it has run."""
-        root = self._tree.root
-        if root.hidden is None or not self._tree.is_newest(root):
-            return None
-        return root.hidden.alone()
-
     def _work(self) -> Work:
         return Work.LITTLE if self._cancelled or self._decisive() is not None else Work.NEEDED
-
-    def _take_all(self) -> Machine:
-        while (message := (yield WaitFor(0, work=self._work))) is not None:
-            self._take(message)
-
-    def _take(self, message: Message) -> None:
-        if isinstance(message, Cancel):
-            self._cancelled = True
-        elif isinstance(message, Begin):
-            self.repeat(len(message.delivered))
