@@ -13,12 +13,12 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams, adapt
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.trained.drafter import Drafter, DrafterNetwork, describe_drafter, load_drafter
+from ppd_runtime.models.trained.drafter import Drafter, describe_drafter, load_drafter
 from ppd_runtime.models.trained.heads import AFFINE, describe_heads, model_end
 from ppd_runtime.training.adapt import answers, run
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
-from ppd_runtime.training.adapt.heads import HeadsTraining, labels_of
+from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import AdaptReport, stages_report
 from ppd_runtime.training.adapt.sources import Source, prompts_of, shipped_prompts, texts_of
 from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
@@ -206,28 +206,47 @@ def test_a_stopped_training_goes_on_where_it_ended(ordinary: OrdinaryDecoding, t
 
 def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
     """Each step's logits are those of a drafter that follows the certain tokens and drafts the others."""
-    texts, tokens, layers = random_texts(3, 20), tuple(range(0, 300, 2)), (1, 4)
-    kept = keep(tmp_path / "states", ordinary, texts, layers)
-    network = DrafterNetwork(ordinary.stage.model, (1,), tokens)
-    labels = labels_of(kept.choices(), tokens, 300)
+    texts, tokens, model = random_texts(3, 20), tuple(range(0, 300, 2)), ordinary.stage.model
+    kept = keep(tmp_path / "states", ordinary, texts, (4,))
+    covered = labels_of(kept.choices(), tokens, 300) != OUTSIDE
     read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
-    work_folder = WorkFolder(tmp_path / "work", {})
-    learning = DrafterTraining(network, kept, layers, labels, read[:2], work_folder, {})
+    learning = DrafterTraining(model, tokens, kept, covered, read[:2], WorkFolder(tmp_path / "work", {}), {})
+    learning.begin()
+    assert learning.learner.mix.bias.any()
+    for parameter in learning.learner.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
     with torch.no_grad():
-        scores, wanted = learning.scores(read)
-    drafter = Drafter(network, tokens)
+        scores = learning.scores(read)
+    drafter = Drafter(learning.learner, model, tokens, few_bits=False)
     for number, text in enumerate(read):
         assert list(text.tokens) == list(texts[number].token_ids[5:-1])
-        assert torch.equal(wanted[number], labels[number * 15 + 1 : number * 15 + 15])
-        of_text = torch.stack([kept.states(layer)[text.before.start : text.before.stop] for layer in layers], dim=1)
+        states = kept.states(4)[text.before.start : text.before.stop, None]
         drafter.begin(30)
         for place, token in enumerate(text.tokens):
-            drafter.follow([token], of_text[place : place + 1])
+            drafter.follow([token], states[place : place + 1])
             chains = [text.tokens[place + 1 : place + 1 + own] for own in range(3)]
             for own, chain in enumerate(chains):
                 if len(chain) == own:
                     expected = scores[own][number, place + own].log_softmax(-1)
                     torch.testing.assert_close(drafter.draft([chain])[0], expected, rtol=1e-3, atol=1e-3)
+        several = drafter.another()
+        several.begin(30)
+        several.follow(text.tokens, states)
+        torch.testing.assert_close(several.draft([[]]), drafter.draft([[]]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_drafter_gains_by_its_steps(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    """Its loss falls; a stopped training goes on without another closed form."""
+    texts, tokens = random_texts(16, 20), tuple(range(300))
+    kept = keep(tmp_path / "states", ordinary, texts, (4,))
+    covered = torch.ones(kept.num_places, dtype=torch.bool)
+    read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
+    learning = DrafterTraining(ordinary.stage.model, tokens, kept, covered, read, WorkFolder(tmp_path / "work", {}), {})
+    losses = list[float]()
+    clock = Clock(WorkFolder(tmp_path / "clock", {}), 10.0)
+    learning.num_steps = 30
+    learning.run(clock, 1.0, lambda line: losses.append(float(line.partition("loss ")[2].partition(",")[0])))
+    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_a_drafter_beside_the_heads(folder: Path, prompts: Path, tmp_path: Path) -> None:
@@ -236,10 +255,10 @@ def test_a_drafter_beside_the_heads(folder: Path, prompts: Path, tmp_path: Path)
     check(report, out, str(folder), [1, 2, 3])
     assert len(report.drafter) == 3
     found = describe_drafter(out / "drafter", info)
-    assert (found.layers, len(found.tokens)) == ((1, 2), 300)
+    assert len(found.tokens) == 300
     drafter = load_drafter(found, load_layers(info, 4, torch.float32, "cpu"))
     drafter.begin(4)
-    drafter.follow([5], torch.zeros(1, 3, 32))
+    drafter.follow([5], torch.zeros(1, 1, 32))
     assert drafter.draft([[], [6]]).exp().sum(-1).allclose(torch.ones(2))
 
 

@@ -1,15 +1,15 @@
 """A drafter: one layer that foresees tokens before any layer of the model has run for them.
 
-For a certain token it reads the token's embedding and what the model's layers made of the token before. For guesses
-behind it, for which no layer has run, it reads its own state of the token before in their place. The model's own norm
-and head, over a shortlist, turn its states into chances.
+For a token it reads the token's embedding and the state of the token before: that of the model's last layer where the
+token is certain, its own where it is a guess, for which no layer has run. The model's own norm and head, over a
+shortlist, turn its states into chances.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.native.linear import with_floats
+from ppd_runtime.models.native.linear import QuantisedLinear
+from ppd_runtime.models.native.packing import pack
+from ppd_runtime.models.native.quantising import quantise
 from ppd_runtime.models.stage.embedding import Embedding
-from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import shallow_copy
-from ppd_runtime.models.stage.slicing import layer_range
-from ppd_runtime.models.trained.adapter import number_layer
+from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.heads import model_end
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
+
+_HEAD_DIM, _BASE = 64, 10000.0
+_INNER = 2  # times the hidden size
+_INT8 = "int8"
+
+
+class DraftNetwork(Protocol):
+    """Names what may follow a request's newest certain token, and chains of guesses behind it."""
+
+    tokens: Sequence[int]
+    """Those whose chances `draft` gives."""
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence; make room for one of at most `capacity` tokens, guesses among them."""
+        ...
+
+    def follow(self, tokens: Sequence[int], states: Tensor) -> None:
+        """Take the next certain tokens; `states` `[tokens, layers, hidden_size]` are of the token before each."""
+        ...
+
+    def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probabilities of the token after each chain of guesses, `[chains, len(tokens)]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,132 +57,165 @@ class DrafterInfo(PartInfo):
     NOUN: ClassVar[str] = "drafter"
     COMMAND: ClassVar[str] = "ppd adapt"
 
-    layers: tuple[int, ...]
-    """Layers after which it reads states, besides the last one, in rising order."""
     tokens: tuple[int, ...]
     """The shortlist, in rising order."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "tokens"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "tokens", tuple(self.tokens))
 
     def check_card(self) -> None:
-        """Raise ValueError for layers or tokens that no model has."""
-        for name, least in (("layers", 1), ("tokens", 0)):
-            numbers = getattr(self, name)
-            whole = all(type(number) is int and number >= least for number in numbers)
-            if not whole or list(numbers) != sorted({*numbers}):
-                raise ValueError(f"{name} are no numbers in rising order")
+        """Raise ValueError for tokens that no model has."""
+        whole = all(type(number) is int and number >= 0 for number in self.tokens)
+        if not whole or list(self.tokens) != sorted({*self.tokens}):
+            raise ValueError("tokens are no numbers in rising order")
         if not self.tokens or self.tokens[-1] >= self.vocab_size:
             raise ValueError(f"tokens are none of the {self.vocab_size} of the vocabulary")
 
 
 class DrafterNetwork(nn.Module):
-    """What is learned of a drafter, in float32, around the model's embedding, norm and head, which are not.
+    """What is learned of a drafter, in float32: a map of its inputs, and a layer of attention and a gated product.
 
-    Args:
-        model: whole. Its last layer is the first value of the drafter's.
-        layers: those after which states are read, besides the last one.
-        tokens: the shortlist.
+    The layer begins as nothing, so that the map alone decides. Positions count from the first token that the drafter
+    follows.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], tokens: Sequence[int]) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        size, last = model.config.hidden_size, model.config.num_hidden_layers - 1
-        self.mix = nn.Linear((len(layers) + 2) * size, size, device=model.device)
-        """From a certain token's embedding and the states of the token before."""
-        self.again = nn.Linear(2 * size, size, device=model.device)
-        """From a guess's embedding and the drafter's state of the token before."""
-        self.layer = with_floats(copy.deepcopy(model.model.layers[last])).float().requires_grad_(True)
-        number_layer(self.layer, 0)
-        decoder, end = layer_range(model, last, last + 1), model_end(model, tokens)
-        decoder.layers, decoder.embed_tokens = nn.ModuleList([self.layer]), nn.Identity()
-        decoder.norm = end.model.norm
-        behind = shallow_copy(end)
-        behind.model, behind.config = decoder, decoder.config
-        self._frozen = behind, Embedding(model)  # in a tuple, so that they are no submodules
+        self.heads = max(1, size // _HEAD_DIM)
+        wide, inner = self.heads * _HEAD_DIM, _INNER * size
+        self.mix = nn.Linear(2 * size, size)
+        """From a token's embedding and the state of the token before."""
+        self.query_key_value = nn.Linear(size, 3 * wide, bias=False)
+        self.out = nn.Linear(wide, size, bias=False)
+        self.gate_up = nn.Linear(size, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, size, bias=False)
+        for begins_as_nothing in (self.out, self.down):
+            nn.init.zeros_(begins_as_nothing.weight)
 
-    @property
-    def behind(self) -> PreTrainedModel:
-        """Its layer, norm and head as a model of one layer, which takes what `certain` and `guessed` give."""
-        return self._frozen[0]
+    def inputs(self, embedded: Tensor, before: Tensor) -> Tensor:
+        """`[..., hidden_size]` of tokens' embeddings and the states before them, which are both scaled to unit size."""
+        return self.mix(torch.cat([normed(embedded), normed(before.to(embedded.dtype))], dim=-1))
 
-    def embedded(self, tokens: Sequence[int]) -> Tensor:
-        """The model's embeddings of tokens, `[tokens, hidden_size]`."""
-        return self._frozen[1](list(tokens))[0].float().clone()
+    def attended(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, `[..., heads, tokens, head_dim]` each, of inputs `[..., tokens, hidden_size]`."""
+        parts = self.query_key_value(normed(inputs)).unflatten(-1, (3, self.heads, _HEAD_DIM))
+        query, key, value = (part.transpose(-2, -3) for part in parts.unbind(-3))
+        return _turned(query, rotary), _turned(key, rotary), value
 
-    def certain(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Inputs `[..., hidden_size]` for certain tokens.
-
-        `states` are of the token before each, `[..., layers + 1, hidden_size]`, the last layer's at the end.
-        """
-        return self.mix(torch.cat([_normed(embedded), _normed(states.to(embedded.dtype)).flatten(-2)], dim=-1))
-
-    def guessed(self, embedded: Tensor, before: Tensor) -> Tensor:
-        """Inputs `[..., hidden_size]` for guesses; `before` are the drafter's own states of the token before each."""
-        return self.again(torch.cat([_normed(embedded), _normed(before)], dim=-1))
+    def states(self, inputs: Tensor, found: Tensor) -> Tensor:
+        """The drafter's states, from its inputs and what attention found, `[..., heads, tokens, head_dim]`."""
+        hidden = inputs + self.out(found.transpose(-2, -3).flatten(-2))
+        gate, up = self.gate_up(normed(hidden)).chunk(2, dim=-1)
+        return hidden + self.down(F.silu(gate) * up)
 
 
-def _normed(states: Tensor) -> Tensor:
+def normed(states: Tensor) -> Tensor:
     """States of unit size: those of a model's layers differ by orders of magnitude."""
     return F.rms_norm(states, states.shape[-1:])
 
 
+def rotary_table(positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of so many positions, `[positions, head_dim / 2]`."""
+    steps = _BASE ** -(torch.arange(_HEAD_DIM // 2, device=device) / (_HEAD_DIM // 2))
+    angles = torch.arange(positions, device=device)[:, None] * steps
+    return angles.cos(), angles.sin()
+
+
+def _turned(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys with their positions, whose rows of the table are given."""
+    (first, second), (cos, sin) = states.chunk(2, dim=-1), rotary
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
+
+
 class Drafter:
-    """Drafts for one sequence at a time; keeps the entries of its certain tokens.
+    """Drafts for one sequence at a time; keeps the keys and values of its certain tokens.
 
     Args:
-        network: what it has learned.
+        network: what it has learned; it is changed.
+        model: with its embedding, and its norm and head, for all tokens or for the shortlist.
         tokens: the shortlist, of which `draft` gives the chances.
+        few_bits: whether its matrices have 8 bits a number on a CPU: a draft reads all of them.
     """
 
-    def __init__(self, network: DrafterNetwork, tokens: Sequence[int]) -> None:
-        self._network, self.tokens = network, tuple(tokens)
-        self._stage = LayerRange(network.behind)
+    def __init__(
+        self, network: DrafterNetwork, model: PreTrainedModel, tokens: Sequence[int], few_bits: bool = True
+    ) -> None:
+        self._network, self.tokens = network.to(model.device).requires_grad_(False).eval(), tuple(tokens)
+        has_all = model.lm_head.out_features != len(self.tokens)
+        end = model_end(model, self.tokens if has_all else range(len(self.tokens)))
+        self._device, self._embed = model.device, Embedding(model)
+        if few_bits and model.device.type == "cpu":
+            _in_few_bits(self._network)
+            if isinstance(end.lm_head, nn.Linear):
+                end.lm_head = _of_few_bits(end.lm_head)
+        self._head = FinalHead(end)
         self.begin(0)
 
+    def another(self) -> "Drafter":
+        """The same network for another sequence at the same time."""
+        other = copy.copy(self)
+        other.begin(0)
+        return other
+
     def begin(self, capacity: int) -> None:
-        """Forget the last sequence; make room for one of at most `capacity` tokens, guesses among them."""
-        self._stage.begin(capacity)
+        """Implements `DraftNetwork.begin`."""
+        shape = 2, self._network.heads, capacity, _HEAD_DIM
+        self._entries = torch.empty(shape, device=self._device)
+        self._rotary = rotary_table(capacity, self._device)
         self._certain, self._state = 0, Tensor()
         self._chain: list[int] = []
         self._states: list[Tensor] = []
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int], states: Tensor) -> None:
-        """Take the next certain tokens, one or several.
-
-        `states` are of the token before each, `[tokens, layers + 1, hidden_size]`, the last layer's at the end.
-        """
-        self._stage.truncate(self._certain)
+        """Implements `DraftNetwork.follow`; the states are the last layer's alone."""
+        hidden = self._run(tokens, states[:, 0].to(self._device), self._certain)
+        self._certain, self._state = self._certain + len(tokens), hidden[-1:]
         self._chain, self._states = [], []
-        inputs = self._network.certain(self._network.embedded(tokens), states)
-        hidden = self._stage.run(0, 1, inputs[None], self._certain)
-        self._certain, self._state = self._certain + len(tokens), hidden[:, -1:]
 
     @torch.inference_mode()
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probabilities of the token after each chain, `[chains, len(tokens)]`, over the shortlist.
-
-        A chain's tokens follow the newest certain token one after the other; an empty one ends with that. What a chain
-        begins with as the one before it did is not computed again.
-        """
-        found = [self._stage.logits(self._after(chain)) for chain in chains]
-        return torch.stack(found).log_softmax(-1)
+        """Implements `DraftNetwork.draft`. What a chain begins with as the one before it did is not computed again."""
+        found = torch.cat([self._after(chain) for chain in chains])
+        return self._head(found[None])[0].float().log_softmax(-1)
 
     def _after(self, chain: Sequence[int]) -> Tensor:
-        """The state of a chain's last token, `[1, 1, hidden_size]`."""
+        """The state of a chain's last token, `[1, hidden_size]`."""
         alike = 0
         while alike < min(len(chain), len(self._chain)) and chain[alike] == self._chain[alike]:
             alike += 1
         del self._chain[alike:], self._states[alike:]
-        self._stage.truncate(self._certain + alike)
         for token in chain[alike:]:
             before = self._states[-1] if self._states else self._state
-            inputs = self._network.guessed(self._network.embedded([token])[None], before)
-            self._states.append(self._stage.run(0, 1, inputs, self._certain + len(self._chain)))
+            self._states.append(self._run([token], before, self._certain + len(self._chain)))
             self._chain.append(token)
         return self._states[-1] if self._states else self._state
+
+    def _run(self, tokens: Sequence[int], before: Tensor, position: int) -> Tensor:
+        """The drafter's states of tokens from a position on, `[tokens, hidden_size]`; it keeps their entries."""
+        end = position + len(tokens)
+        inputs = self._network.inputs(self._embed(list(tokens))[0].float(), before.float())
+        table = self._rotary[0][position:end], self._rotary[1][position:end]
+        query, key, value = self._network.attended(inputs, table)
+        self._entries[0, :, position:end], self._entries[1, :, position:end] = key, value
+        mask = None
+        if len(tokens) > 1:
+            mask = torch.ones(len(tokens), end, dtype=torch.bool, device=self._device).tril(position)
+        keys, values = self._entries[:, None, :, :end]
+        found = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask)
+        return self._network.states(inputs, found[0])
+
+
+def _in_few_bits(network: DrafterNetwork) -> None:
+    for name, part in list(network.named_children()):
+        setattr(network, name, _of_few_bits(part))
+
+
+def _of_few_bits(part: nn.Linear) -> nn.Module:
+    if part.in_features % 32:
+        return part
+    bias = None if part.bias is None else part.bias.detach()
+    return QuantisedLinear(pack(quantise(part.weight.detach(), _INT8)), bias)
 
 
 def save_drafter(folder: Path, network: DrafterNetwork, known: DrafterInfo, training: Mapping[str, Any]) -> DrafterInfo:
@@ -174,7 +229,7 @@ def describe_drafter(folder: str | Path, info: ModelInfo) -> DrafterInfo:
 
 
 def load_drafter(drafter: DrafterInfo, model: PreTrainedModel) -> Drafter:
-    """The drafter beside `model`, which is whole, on its device."""
-    network = DrafterNetwork(model, drafter.layers, drafter.tokens)
+    """The drafter beside `model`, on its device; see `Drafter`."""
+    network = DrafterNetwork(drafter.hidden_size)
     network.load_state_dict(drafter.tensors())
-    return Drafter(network.requires_grad_(False).eval(), drafter.tokens)
+    return Drafter(network, model, drafter.tokens)

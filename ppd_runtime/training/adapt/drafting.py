@@ -1,6 +1,6 @@
 """Trains a drafter on kept states, over several steps of its own: it learns to go on from what it guessed itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,18 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.slicing import FinalHead, layer_range
-from ppd_runtime.models.trained.drafter import DrafterNetwork
-from ppd_runtime.training.adapt.heads import OUTSIDE
+from ppd_runtime.models.stage.embedding import Embedding
+from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.trained.drafter import DrafterNetwork, normed, rotary_table
+from ppd_runtime.models.trained.heads import model_end
+from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
-from ppd_runtime.training.adapt.timed import TimedTraining
+from ppd_runtime.training.adapt.timed import TimedTraining, few_bits_products
 from ppd_runtime.training.adapt.work_folder import WorkFolder
 from ppd_runtime.training.recipe import Recipe
 
 OWN_STEPS = 3
 """Tokens in a row that it learns to foresee."""
 _BATCHES = Recipe(batch_size=8, epochs=30)  # of texts
+_RATE = 3e-4
+_TEXTS_AT_ONCE, _ROWS_AT_ONCE = 64, 256
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,15 @@ def drafted(token_ids: Sequence[int], first: int, places: range) -> DraftedText:
 
 
 class DrafterTraining(TimedTraining):
-    """Trains a drafter's network by cross-entropy to full depth's choices over a shortlist.
+    """Trains a drafter's network to foresee full depth's chances of a shortlist's tokens, by cross-entropy to them.
 
-    Windows of attention are left out: the texts are short.
+    It begins with the affine map that is best by least squares.
 
     Args:
-        network: the drafter's.
-        kept: states, those after `layers` among them.
-        layers: those that the drafter reads, the model's last one at the end.
-        labels: `[places]`, from `labels_of`.
+        model: whole.
+        tokens: the shortlist.
+        kept: states, those after the last layer among them.
+        covered: `[places]`, whether the shortlist has full depth's choice.
         texts: those to learn from.
         folder: see `TimedTraining`.
         settings: see `TimedTraining`.
@@ -54,64 +59,94 @@ class DrafterTraining(TimedTraining):
 
     def __init__(
         self,
-        network: DrafterNetwork,
+        model: PreTrainedModel,
+        tokens: Sequence[int],
         kept: KeptStates,
-        layers: Sequence[int],
-        labels: Tensor,
+        covered: Tensor,
         texts: Sequence[DraftedText],
         folder: WorkFolder,
         settings: Mapping[str, Any],
     ) -> None:
-        self._states, self._labels, self._texts = [kept.states(layer) for layer in layers], labels, texts
-        self.learner, self._decoder = network, layer_range(network.behind, 0, 1)
-        self._head, self._device = FinalHead(network.behind), network.behind.device
-        super().__init__("drafter", network, _BATCHES.num_steps(len(texts)), folder, settings)
+        self._final, self._covered, self._texts = kept.states(kept.layers[-1]), covered, texts
+        self._embed, self._head = Embedding(model), FinalHead(model_end(model, tokens))
+        self._device, self.learner = model.device, DrafterNetwork(model.config.hidden_size).to(model.device)
+        super().__init__("drafter", self.learner, _BATCHES.num_steps(len(texts)), folder, settings, _RATE)
+
+    def begin(self) -> None:
+        """Implements `TimedTraining.begin`."""
+        fit_affine(self.learner.mix, map(self._pairs, _parts(self._texts)))
 
     def add_gradients(self, step: int) -> float:
         """Add the gradients of some texts' losses; gives the mean loss of the drafter's steps."""
-        scores, labels = self.scores([self._texts[number] for number in _BATCHES.batch(step, len(self._texts))])
-        losses = [
-            F.cross_entropy(logits[:, own:].flatten(0, 1), labels[:, own:].flatten(), ignore_index=OUTSIDE)
-            for own, logits in enumerate(scores)
-        ]
-        loss = torch.stack([loss for loss in losses if loss.isfinite()]).mean()
-        loss.backward()
-        return float(loss.detach())
+        texts = [self._texts[number] for number in _BATCHES.batch(step, len(self._texts))]
+        with few_bits_products(self._device):
+            own_states = self.own_states(texts)
+        wanted = pad_sequence([self._after(self._final, text) for text in texts], batch_first=True)
+        counts = pad_sequence([self._after(self._covered, text) for text in texts], batch_first=True)
+        rows, places = torch.nonzero(counts, as_tuple=True)
+        chosen = [states[rows, places].float() for states in own_states]
+        leaves = [states.detach().requires_grad_() for states in chosen]
+        total = 0.0
+        for some in torch.arange(len(rows)).split(_ROWS_AT_ONCE):
+            target = self._logits(wanted[rows[some], places[some]].to(self._device, torch.float32)).softmax(-1)
+            for own, leaf in enumerate(leaves):
+                known = some[places[some] >= own]
+                chances = self._logits(leaf[known]).log_softmax(-1)
+                loss = -(target[places[some] >= own] * chances).sum() / (len(rows) * OWN_STEPS)
+                loss.backward()
+                total += float(loss.detach())
+        if len(rows):
+            torch.autograd.backward(chosen, [leaf.grad for leaf in leaves])
+        return total
 
-    def scores(self, texts: Sequence[DraftedText]) -> tuple[list[Tensor], Tensor]:
-        """For each step of the drafter's own, logits of the token after each place, and the labels, `OUTSIDE` at ends.
+    def scores(self, texts: Sequence[DraftedText]) -> list[Tensor]:
+        """For each step of the drafter's own, logits of the token after each place, `[texts, longest, shortlist]`.
 
-        `[texts, longest, shortlist]` and `[texts, longest]`. With step s a place is the s-th guess behind a certain
-        token, so the first s places of a text have no meaning there.
+        With step s a place is the s-th guess behind a certain token, so the first s places of a text have no meaning.
         """
-        embedded = pad_sequence([self.learner.embedded(text.tokens) for text in texts], batch_first=True)
-        states = [torch.stack([some[_slice(text.before)] for some in self._states], dim=1) for text in texts]
-        after = [self._labels[_slice(text.before, 1)] for text in texts]
-        labels = pad_sequence(after, batch_first=True, padding_value=OUTSIDE).to(self._device)
-        own = self._own_states(embedded, pad_sequence(states, batch_first=True).to(self._device, torch.float32))
-        return [self._head(hidden).float() for hidden in own], labels
+        return [self._head(hidden.float()).float() for hidden in self.own_states(texts)]
 
-    def _own_states(self, embedded: Tensor, states: Tensor) -> list[Tensor]:
+    def own_states(self, texts: Sequence[DraftedText]) -> list[Tensor]:
         """The drafter's states at each step of its own, `[texts, longest, hidden_size]`."""
-        size = embedded.shape[1]
-        positions, mask = torch.arange(size, device=self._device)[None], _mask(size, self._device)
-        inputs, found = [self.learner.certain(embedded, states)], list[Tensor]()
+        embedded = pad_sequence([self._embedded(text) for text in texts], batch_first=True)
+        before = [self._final[_slice(text.before)] for text in texts]
+        states = pad_sequence(before, batch_first=True).to(self._device, torch.float32)
+        size, network = embedded.shape[1], self.learner
+        rotary, mask = rotary_table(size, self._device), _mask(size, self._device)
+        found, keys, values = list[Tensor](), list[Tensor](), list[Tensor]()
         for own in range(OWN_STEPS):
-            rows = (own + 1) * size
-            hidden = self._decoder(
-                inputs_embeds=torch.cat(inputs, dim=1),
-                position_ids=positions.repeat(1, own + 1),
-                attention_mask=mask[:, :, :rows, :rows],
-                use_cache=False,
-            ).last_hidden_state
-            found.append(hidden[:, -size:])
-            before = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
-            inputs.append(self.learner.guessed(embedded, before))
+            inputs = network.inputs(embedded, states)
+            query, key, value = network.attended(inputs, rotary)
+            keys.append(key)
+            values.append(value)
+            sees = mask[own * size : (own + 1) * size, : (own + 1) * size]
+            attended = F.scaled_dot_product_attention(query, torch.cat(keys, -2), torch.cat(values, -2), attn_mask=sees)
+            found.append(network.states(inputs, attended))
+            states = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
         return found
+
+    def _logits(self, states: Tensor) -> Tensor:
+        with few_bits_products(self._device):
+            return self._head(states[None])[0].float()
+
+    def _pairs(self, texts: Sequence[DraftedText]) -> tuple[Tensor, Tensor]:
+        """What the map of the drafter's inputs is given, and full depth's states, of unit size."""
+        embedded = torch.cat([normed(self._embedded(text)) for text in texts])
+        before, after = (
+            normed(torch.cat([self._final[_slice(text.before, ahead)] for text in texts]).to(self._device).float())
+            for ahead in (0, 1)
+        )
+        return torch.cat([embedded, before], dim=1), after
+
+    def _embedded(self, text: DraftedText) -> Tensor:
+        return self._embed(list(text.tokens))[0].float().clone()
+
+    def _after(self, of_places: Tensor, text: DraftedText) -> Tensor:
+        return of_places[_slice(text.before, 1)]
 
 
 def _mask(size: int, device: torch.device) -> Tensor:
-    """What the inputs of all steps see, additive, `[1, 1, rows, rows]`; a step's rows come after those before.
+    """What the inputs of all steps see, `[rows, rows]`; a step's rows come after those before.
 
     The s-th guess behind a certain token sees the certain tokens up to that, the guesses between, and itself.
     """
@@ -122,13 +157,14 @@ def _mask(size: int, device: torch.device) -> Tensor:
         for own in range(OWN_STEPS)
     ]
     seen = torch.cat(sees)
-    for own in range(1, OWN_STEPS):  # later guesses than its own
-        seen[own * size : (own + 1) * size, (own + 1) * size :] = False
-    seen[:size, size:] = False
     rows = torch.arange(len(seen), device=device)
     seen[rows, rows] = True  # rows without meaning see themselves
-    return torch.zeros(seen.shape, device=device).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
+    return seen
 
 
 def _slice(places: range, ahead: int = 0) -> slice:
     return slice(places.start + ahead, places.stop + ahead)
+
+
+def _parts(texts: Sequence[DraftedText]) -> Iterator[Sequence[DraftedText]]:
+    return (texts[start : start + _TEXTS_AT_ONCE] for start in range(0, len(texts), _TEXTS_AT_ONCE))

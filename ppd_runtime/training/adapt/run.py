@@ -19,7 +19,7 @@ from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.stage.slicing import FinalHead
-from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, save_drafter
+from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
 from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
@@ -43,7 +43,7 @@ from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, 
 from ppd_runtime.training.run import alone
 from ppd_runtime.tune.match_rates import cpu_threads, places_among_best
 
-_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.33, 0.62, 0.75, 0.95
+_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.27, 0.55, 0.65, 0.95
 """Shares of the time at which each step is over at the latest; the last ones are the report's."""
 REPORT = "report.json"
 
@@ -134,23 +134,17 @@ class _Adaptation:
         self._tell("comparing on held-out tokens")
         report = self._report(shown, kept, training, end, labels, held_out)
         if drafter:
-            report = replace(report, drafter=self._drafter_shares(drafter, kept, texts))
+            report = replace(report, drafter=self._drafter_shares(drafter, kept, texts, labels))
         self._write(report, training, drafter, tokens)
         shutil.rmtree(self._folder.folder)
         return report
 
-    @property
-    def _drafter_layers(self) -> tuple[int, ...]:
-        """Layers whose states a drafter reads, besides the last one."""
-        return tuple(sorted({self._layers[0], self._layers[len(self._layers) // 2]}))
-
     def _train_drafter(
         self, kept: KeptStates, texts: Sequence[Text], labels: Tensor, tokens: Sequence[int]
     ) -> DrafterTraining:
-        network = DrafterNetwork(self._ordinary.stage.model, self._drafter_layers, tokens)
-        layers = (*self._drafter_layers, self._ordinary.info.num_layers)
         learnt = [text for _, text in self._drafted(kept, texts, held_out=False)]
-        training = DrafterTraining(network, kept, layers, labels, learnt, self._folder, self._about)
+        model, covers = self._ordinary.stage.model, labels != OUTSIDE
+        training = DrafterTraining(model, tokens, kept, covers, learnt, self._folder, self._about)
         training.run(self._clock, _TRAINED, self._tell)
         return training
 
@@ -162,14 +156,16 @@ class _Adaptation:
                 yield source.kind, drafted(text.token_ids, text.first, of_text.places)
 
     @torch.inference_mode()
-    def _drafter_shares(self, training: DrafterTraining, kept: KeptStates, texts: Sequence[Text]) -> tuple[Shares, ...]:
+    def _drafter_shares(
+        self, training: DrafterTraining, kept: KeptStates, texts: Sequence[Text], labels: Tensor
+    ) -> tuple[Shares, ...]:
         """How often the drafter is right on held-out texts, for each step of its own."""
         found, kinds = [list[Tensor]() for _ in range(OWN_STEPS)], [list[str]() for _ in range(OWN_STEPS)]
         for kind, text in self._drafted(kept, texts, held_out=True):
-            scores, labels = training.scores([text])
-            for own, logits in enumerate(scores):
-                found[own].append(places_among_best(logits[0, own:], labels[0, own:], max(KS)).cpu())
-                kinds[own] += [kind] * (labels.shape[1] - own)
+            wanted = labels[text.before.start + 1 : text.before.stop + 1].to(self._ordinary.stage.device)
+            for own, logits in enumerate(training.scores([text])):
+                found[own].append(places_among_best(logits[0, own:], wanted[own:], max(KS)).cpu())
+                kinds[own] += [kind] * (len(wanted) - own)
         return tuple(shares(torch.cat(some), of_some) for some, of_some in zip(found, kinds, strict=True) if some)
 
     def _texts(self) -> list[Text]:
@@ -250,7 +246,7 @@ class _Adaptation:
                 held_out = {"held_out": layer.after}
                 save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
             if drafter:
-                about = DrafterInfo(**self._known(folder, 0), layers=self._drafter_layers, tokens=tuple(tokens))
+                about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))
                 made = {"steps": drafter.steps, "held_out": report.drafter}
                 save_drafter(folder / "drafter", drafter.learner, about, account | made)
 

@@ -29,8 +29,8 @@ class AdaptSettings:
     """Numbers of even stages, whose boundaries get heads; default: 2 and 4."""
     layers: Sequence[int] | None = None
     """Layers that get heads, in place of even stages' boundaries."""
-    drafter: bool = False
-    """Whether to train a drafter too, which no layout uses yet."""
+    drafter: bool = True
+    """Whether to train a drafter too."""
     out: Path | None = None
     """The new folder; default: one in the cache folder, where stages find it."""
     disk_gb: float = 4.0
