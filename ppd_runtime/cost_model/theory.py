@@ -55,27 +55,6 @@ def drafting_ratio(mean_accepted_length: float, draft_steps: float, draft_cost: 
     return (1 + draft_steps * draft_cost) / mean_accepted_length
 
 
-def limit_latency_per_token(num_layers: int, match_rate: float) -> float:
-    """Layer times a token for ℓ ≫ 1 and d̄ = d/2: `d(1 − p/2)` (equation 3)."""
-    check_whole("num_layers", num_layers, 1)
-    check_share("match_rate", match_rate)
-    return num_layers * (1 - match_rate / 2)
-
-
-def limit_compute_per_time(k: int, match_rate: float) -> float:
-    """Processes in use on average for ℓ ≫ 1 and d̄ = d/2: `(k + 2 − p)/(2 − p)` (equation 5)."""
-    check_whole("k", k, 1)
-    check_share("match_rate", match_rate)
-    return (k + 2 - match_rate) / (2 - match_rate)
-
-
-def limit_compute_per_token(k: int, match_rate: float) -> float:
-    """Full passes of d layers a token for ℓ ≫ 1 and d̄ = d/2: `(2 + k − p)/2` (equation 6)."""
-    check_whole("k", k, 1)
-    check_share("match_rate", match_rate)
-    return (2 + k - match_rate) / 2
-
-
 def realised_saving(measured_ratio: float, predicted_ratio: float) -> float:
     """The share of the predicted saving that was measured: `(1 − measured) / (1 − predicted)`; below 1 falls short."""
     if predicted_ratio == 1:

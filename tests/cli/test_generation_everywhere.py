@@ -107,7 +107,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ["ordinary", *WAYS])
+@pytest.mark.parametrize("way", ["ordinary", "pipelined, k=3", "layerskip"])
 def test_where_one_token_is_asked_for_ties_go_as_greedily(tied: Path, way: str) -> None:
     prompt, asked = [40, 7, 91, 65, 133, 9, 12, 150], {"max_new_tokens": 16, "ignore_eos": True}
     way_in = WAYS.get(way, {"method": "autoregressive"})

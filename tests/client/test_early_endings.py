@@ -58,8 +58,7 @@ def check_part(generator: TextGenerator, result: object, expected: tuple[int, ..
     assert (after.token_ids, after.finish_reason) == (expected[:20], "length")
 
 
-@pytest.mark.parametrize("method", WAYS, indirect=True)
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(("method", "live"), zip(WAYS, (False, True, False, True), strict=True), indirect=["method"])
 def test_a_request_whose_time_is_up_ends_with_what_there_is(
     method: TextGenerator, expected: tuple[int, ...], live: bool
 ) -> None:
@@ -103,12 +102,6 @@ def test_who_streams_may_cancel(method: TextGenerator, expected: tuple[int, ...]
             method.cancel()
     assert [event.token_id for event in events] == list(stream.result.token_ids)
     check_part(method, stream.result, expected, "cancelled")
-
-
-@pytest.mark.parametrize("method", ["autoregressive", "pipelined, k=1"], indirect=True)
-def test_enough_time_changes_nothing(method: TextGenerator, expected: tuple[int, ...]) -> None:
-    result = method.generate(PROMPT, timeout_s=600, max_new_tokens=20, ignore_eos=True)
-    assert (result.token_ids, result.finish_reason) == (expected[:20], "length")
 
 
 @pytest.mark.parametrize("method", STAGES, indirect=True)

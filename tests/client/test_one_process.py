@@ -104,7 +104,13 @@ MISHAPS = {
 
 
 @pytest.mark.parametrize(
-    ("stages", "kind"), [(stages, kind) for stages in (1, 3) for kind in MISHAPS if (stages, kind) != (1, "death")]
+    ("stages", "kind"),
+    [
+        pytest.param(stages, kind, marks=() if i % 2 == (stages == 1) or kind == "death" else pytest.mark.nightly)
+        for stages in (1, 3)
+        for i, kind in enumerate(MISHAPS)
+        if (stages, kind) != (1, "death")
+    ],
 )
 def test_whatever_becomes_of_messages_and_workers(folder, ordinary, one_process, hurried, monkeypatch, stages, kind):
     """By a last stage alone, and by a single stage."""

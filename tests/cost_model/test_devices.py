@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppd_runtime.cost_model import devices, theory
+from ppd_runtime.cost_model import devices
 from ppd_runtime.cost_model.devices import Parts
 from ppd_runtime.cost_model.match_rates import MatchRates
 
@@ -14,9 +14,9 @@ SHARES = (0.8, 0.1, 0.05, 0.05)
 @pytest.mark.parametrize(("k", "match_rate"), [(1, 0.2163), (3, 0.6837), (5, 0.7415)])
 def test_layers_alone_are_equations_3_and_6(k: int, match_rate: float) -> None:
     found = devices.paper(40, 20, k, match_rate, ALONE)
-    assert found.ms_per_token == pytest.approx(theory.limit_latency_per_token(40, match_rate))
+    assert found.ms_per_token == pytest.approx(40 * (1 - match_rate / 2))
     assert found.speedup == pytest.approx(found.allowed_speedup) == pytest.approx(1 / (1 - match_rate / 2))
-    assert found.compute_per_token == pytest.approx(theory.limit_compute_per_token(k, match_rate))
+    assert found.compute_per_token == pytest.approx((2 + k - match_rate) / 2)
     assert found.devices == k + 1
 
 
@@ -79,22 +79,3 @@ def test_tensor_parallelism_is_ranked_with_its_all_reduces() -> None:
         "tensor parallelism on 2": pytest.approx(24 / 2 + 24 * 0.05 + 1),
         "tensor parallelism on 4": pytest.approx(24 / 4 + 24 * 0.05 + 1),
     }
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: Parts(0.0), "layer_ms=0: a plan needs layers"),
-        (lambda: Parts(1.0, hop_ms=-1), "hop_ms=-1"),
-        (lambda: Parts(1.0, row_cost=1.5), "row_cost=1.5"),
-        (lambda: devices.rank(12, RATES, ALONE, 1), "devices=1"),
-        (lambda: devices.rank(12, RATES, ALONE, 2, -1.0), "all_reduce=-1.0"),
-        (lambda: devices.paper(12, 5, 1, 0.5, ALONE), "exit_layer=5"),
-        (lambda: devices.paper(12, 6, 1, 1.5, ALONE), "match_rate=1.5"),
-        (lambda: devices.stages(12, (6,), 1, (0.5, 0.6), ALONE), "the shares sum to 1.1"),
-    ],
-)
-def test_mistakes_are_named(call, named: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    assert named in str(error.value)

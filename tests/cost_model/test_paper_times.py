@@ -5,12 +5,10 @@ import random
 import statistics
 
 import pytest
-import torch
 from grids import pairs_first
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from virtual_clock import Clock, VirtualStage
-from virtual_paper import Setting, Simulated, simulate, simulate_runs
+from virtual_paper import Setting, simulate, simulate_runs
 
 from ppd_runtime.cost_model import theory
 from ppd_runtime.cost_model.theory import Times
@@ -51,16 +49,6 @@ def test_any_pattern_takes_exactly_the_formulas_time(case: tuple[Setting, list[i
     shares = [setting.candidates_of(rank) for rank in range(1, setting.num_subs + 1)]
     assert sum(shares) == setting.k
     assert run.sub_layer_passes == tuple(share * head_start * len(winners) for share in shares)
-
-
-@pytest.mark.parametrize("exit_layer", [4, 5, 7])
-def test_compute_is_the_theorems_less_the_last_token_and_coherence_beside_it(exit_layer: int) -> None:
-    setting = Setting(8, exit_layer, 3, 10)
-    run = simulate(setting, [1, 0, 2, 2, 0, 3, 0, 0, 1])
-    head_start = 8 - exit_layer
-    early_of_a_token = 3 * head_start
-    assert run.layer_passes == run.main_layer_passes + early_of_a_token * 9
-    assert run.sub_coherence_layer_passes == (head_start * (1 + run.misses),) * 3
 
 
 def test_running_ahead_takes_theorem_4_1s_time_for_every_pattern() -> None:
@@ -132,56 +120,6 @@ def test_the_mean_is_the_predicted_one(num_layers: int, exit_layer: int, k: int,
     assert compute + unasked == pytest.approx(theory.expected_compute(num_layers, exit_layer, k, p, 32), rel=0.03)
 
 
-def test_the_spread_is_the_theorems() -> None:
-    setting = Setting(4, 2, 1, 24)
-    latencies = [run.time for run in simulate_runs(setting, 0.6, 600)]
-    predicted = (4 - 2) ** 2 * 23 * 0.6 * 0.4  # the runs but one are Binomial(23, 0.4), and each takes 4 - 2 more
-    assert statistics.variance(latencies) == pytest.approx(predicted, rel=0.25)
-
-
-@pytest.mark.parametrize(("num_layers", "exit_layer"), [(2, 1), (3, 2), (40, 20), (41, 21), (40, 39)])
-def test_always_and_never_right(num_layers: int, exit_layer: int) -> None:
-    setting = Setting(num_layers, exit_layer, 2, 9)
-    assert simulate(setting, [1] * 8).time == num_layers + 8 * exit_layer
-    assert simulate(setting, [2, 1] * 4).time == num_layers + 8 * exit_layer
-    assert simulate(setting, [0] * 8).time == num_layers * 9
-    assert simulate_runs(setting, 1.0, 1)[0].hits == 8
-    assert simulate_runs(setting, 0.0, 1)[0].misses == 8
-
-
-def test_one_token_asks_nobody() -> None:
-    run = simulate(Setting(6, 3, 2, 1), [])
-    assert run == Simulated(6.0, 0, 0, 6, 0, (0, 0), (3, 3), 0.0)
-
-
-def test_jitter_has_mean_one_and_makes_the_main_process_wait() -> None:
-    clock = Clock(2.0, 1.0, 0.3, random.Random(0))
-    clock.spend_layers(20_000)
-    assert clock.now == pytest.approx(40_000, rel=0.01)
-    winners = [1, 2, 3] * 10
-    steady, shaky = Setting(16, 8, 3, 31), Setting(16, 8, 3, 31, jitter=0.3)
-    assert simulate(steady, winners).stall_time == 0
-    run = simulate(shaky, winners)
-    assert run.hits == 30
-    assert run.stall_time > 0
-
-
-def test_a_slow_sub_process_costs_time_only_where_it_is_right() -> None:
-    slow = Setting(8, 5, 2, 9, slow={1: 1.2})
-    assert simulate(slow, [2] * 8).time == simulate(Setting(8, 5, 2, 9), [2] * 8).time
-    assert simulate(slow, [1] * 8).time > simulate(Setting(8, 5, 2, 9), [1] * 8).time
-    hopeless = simulate(Setting(8, 5, 2, 9, slow={1: 50.0}), [1] * 8)
-    assert (hopeless.hits, hopeless.misses) == (0, 8)
-
-
-def test_a_slow_link_costs_time_only_where_its_end_is_right() -> None:
-    times = Times(hop=0.25)
-    slow = Setting(8, 6, 2, 9, times, slow_links={1: 3.0})
-    assert simulate(slow, [2] * 8).time == simulate(Setting(8, 6, 2, 9, times), [2] * 8).time
-    late = 2 * 0.25 * (3 - 1)
-    assert simulate(slow, [1] * 8).time == simulate(Setting(8, 6, 2, 9, times), [1] * 8).time + 8 * late
-
-
 def test_hops_longer_than_the_head_start_leave_ordinary_decoding() -> None:
     run = simulate(Setting(8, 4, 1, 40, Times(hop=20.0), run_ahead=False), [1] * 39)
     assert (run.hits, run.misses) == (0, 39)
@@ -192,18 +130,6 @@ def test_hops_longer_than_the_head_start_leave_ordinary_decoding() -> None:
 def test_an_exit_state_that_comes_while_waiting_for_entries_is_used(hop: float) -> None:
     setting = Setting(40, 22, 2, 13, Times(head=12.0, hop=hop))
     assert simulate(setting, [1, 2] * 6).hits == 12
-
-
-def test_a_virtual_stage_refuses_a_pass_over_an_incoherent_cache() -> None:
-    stage = VirtualStage(Clock(1.0, 1.0, 0.0, random.Random(0)), 4)
-    stage.begin(8)
-    stage.run(0, 4, [0, 1], 0)
-    stage.truncate(1)
-    assert [stage.length(layer) for layer in range(4)] == [1] * 4
-    stage.import_entries([stage.export_entries(0, 0 + 1, 2)[0]])
-    assert [stage.length(layer) for layer in range(4)] == [2, 2, 1, 1]
-    with pytest.raises(RuntimeError, match="layer 0 holds 2 tokens, not 1"):
-        stage.run(0, 2, torch.empty(1, 1, 0), 1)
 
 
 def test_patterns_of_any_order_and_k_end() -> None:

@@ -3,8 +3,7 @@
 import statistics
 
 import pytest
-from virtual_clock import Clock
-from virtual_stages import SimulatedText, StagedSetting, StageTimes, VirtualRowStage, simulate_staged_runs
+from virtual_stages import SimulatedText, StagedSetting, StageTimes, simulate_staged_runs
 
 from ppd_runtime.cost_model import staged
 from ppd_runtime.cost_model.theory import Times
@@ -61,13 +60,3 @@ def test_what_slows_a_stage_down_slows_the_text_down(slower):
     even, uneven = (simulated(StagedSetting(12, CUTS, 3, 8, 40, **(times | more)), SHARES) for more in ({}, slower))
     assert uneven.time_per_token > 1.1 * even.time_per_token
     assert uneven.first_boundary == pytest.approx(even.first_boundary, abs=10)
-
-
-def test_a_node_runs_behind_what_it_stands_behind():
-    stage = VirtualRowStage(3, Clock(1.0, 1.0, 0.0, None), StageTimes())
-    stage.run_rows([7], [[1]], range(3))
-    stage.run_rows([8, 9], [[1, 2], [1, 2, 3]], range(3))
-    assert (stage.rows, stage.layer_passes) == (3, 9)
-    stage.drop(2)
-    with pytest.raises(RuntimeError, match="node 4 runs before"):
-        stage.run_rows([5], [[1, 2, 4]], range(3))

@@ -19,7 +19,7 @@ from disks import disk, read_only
 from ppd_runtime.files import cache_folder as artifacts
 from ppd_runtime.files import checksummed
 from ppd_runtime.files.cache_folder import artifact, cache_folder, temporary_folder
-from ppd_runtime.files.checksummed import checksum, find, is_whole, keep, only_one, unfinished
+from ppd_runtime.files.checksummed import checksum, find, is_whole, keep, only_one
 
 NAME, SUFFIX = "a" * 32, ".bin"
 
@@ -72,16 +72,6 @@ def test_each_byte_counts(folder: Path, size: int) -> None:
         assert not is_whole(path)
     path.unlink()
     assert not is_whole(path)
-
-
-def test_the_checksum_of_a_large_file_is_that_of_its_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many threads find it, and whatever they read at once."""
-    path, sums = kept(folder, 100_001), set()
-    for threads, chunk in ((1, 1000), (3, 64), (8, 2**20)):
-        monkeypatch.setattr(checksummed, "_MOST_THREADS", threads)
-        monkeypatch.setattr(checksummed, "_CHUNK", chunk)
-        sums.add(checksum(path))
-    assert sums == {path.stem[-8:]}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,19 +174,6 @@ def test_who_is_killed_in_the_middle_is_not_waited_for(folder: Path) -> None:
     assert find(folder, NAME, SUFFIX) == path
 
 
-def test_a_lock_is_waited_for_but_not_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.1)
-    with only_one(folder, NAME), pytest.raises(TimeoutError, match="could not be acquired"), only_one(folder, NAME):
-        pass
-
-
-def test_an_unfinished_file_goes_away(folder: Path) -> None:
-    with pytest.raises(KeyError), unfinished(folder / "it") as new:
-        new.write_text("half")
-        raise KeyError
-    assert not list(folder.iterdir())
-
-
 def test_a_folder_that_can_be_read_only(tmp_path: Path, checks: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     """Each process checks for itself there; what is damaged is left alone, and named each time."""
     with disk(tmp_path / "disk", 100) as folder:
@@ -269,3 +246,9 @@ def test_a_link_in_the_place_of_the_temporary_folder_is_refused(tmp_path: Path) 
     Path(tempfile.gettempdir(), f"ppd_runtime-{os.getuid()}").symlink_to(tmp_path / "somebody's")
     with pytest.raises(ValueError, match="is a link; remove it, or set XDG_CACHE_HOME"):
         temporary_folder()
+
+
+def test_a_lock_is_waited_for_but_not_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksummed, "PATIENCE_S", 0.1)
+    with only_one(folder, NAME), pytest.raises(TimeoutError, match="could not be acquired"), only_one(folder, NAME):
+        pass

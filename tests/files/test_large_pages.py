@@ -69,14 +69,6 @@ def test_a_checked_file_is_in_large_pages(path: Path, tmp_path: Path) -> None:
     assert is_in_large_pages(kept)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, LARGE_PAGE - 1, LARGE_PAGE + 1])
-def test_files_of_any_size(num_bytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(num_bytes))
-    read_in_large_pages(path)
-    assert path.stat().st_size == num_bytes
-
-
 def test_a_file_larger_than_memory_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppd_runtime.files.large_pages.memory_bytes", lambda: LARGE_PAGE * NUM_PAGES)
     monkeypatch.setattr("mmap.mmap", lambda *_, **__: pytest.fail("mapped"))

@@ -101,10 +101,6 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
         {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
          "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0"},
         {"repetition_penalty": 1.05, "top_p": 0.8, "top_k": 20}, 0.7),
-    "Qwen2.5-0.5B-Instruct": (
-        {"bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "repetition_penalty": 1.1,
-         "temperature": 0.7, "top_p": 0.8, "top_k": 20},
-        {"repetition_penalty": 1.1, "top_p": 0.8, "top_k": 20}, 0.7),
     "Qwen-7B-Chat": (
         {"chat_format": "chatml", "eos_token_id": 151643, "pad_token_id": 151643, "max_window_size": 6144,
          "max_new_tokens": 512, "do_sample": True, "top_k": 0, "top_p": 0.8, "transformers_version": "4.31.0"},
@@ -113,14 +109,6 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
         {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6,
          "top_p": 0.9, "transformers_version": "4.42.3"},
         {"top_p": 0.9}, 0.6),
-    "Llama-2-7b-chat": (
-        {"bos_token_id": 1, "do_sample": True, "eos_token_id": 2, "pad_token_id": 0, "temperature": 0.6,
-         "max_length": 4096, "top_p": 0.9},
-        {"top_p": 0.9}, 0.6),
-    "gemma-2-2b-it": (
-        {"_from_model_config": True, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
-         "pad_token_id": 0},
-        {}, None),
     "gemma-3-1b-it": (
         {"bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106],
          "pad_token_id": 0, "top_k": 64, "top_p": 0.95},

@@ -170,7 +170,16 @@ def test_long_texts_are_the_librarys(folder: str) -> None:
         tokens_of(ordinary, longer)
 
 
-@pytest.mark.parametrize("layout", [{"k": 1}, {"k": 2, "workers": 1}, {"stages": 2, "k": 2, "rows": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("folder", "layout"),
+    [
+        ("dynamic", {"k": 1}),
+        ("linear", {"k": 2, "workers": 1}),
+        *((kind, {"stages": 2, "k": 2, "rows": 3}) for kind in ("yarn", "dynamic")),
+    ],
+    indirect=["folder"],
+    ids=str,
+)
 def test_layouts_run_long_texts(folder: str, layout: dict[str, int]) -> None:
     """In stages several at once."""
     ordinary = OrdinaryDecoding(folder, dtype="float32")
@@ -180,7 +189,9 @@ def test_layouts_run_long_texts(folder: str, layout: dict[str, int]) -> None:
         assert list(callers.map(lambda one: tokens_of(runtime, *one), asked)) == expected
 
 
-@pytest.mark.parametrize("method", ["layerskip", "adaspeed", "swift"])
+@pytest.mark.parametrize(
+    ("folder", "method"), [("yarn", "layerskip"), ("linear", "adaspeed"), ("dynamic", "swift")], indirect=["folder"]
+)
 def test_methods_run_long_texts(folder: str, method: str) -> None:
     settings: dict[str, Any] = {"swift": {"bayes_interval": 0}, "layerskip": {"exit_layer": 2}}.get(method, {})
     ordinary, other = (

@@ -17,7 +17,7 @@ CHUNK = 5
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
 ODD = [specimen for specimen in SPECIAL if "longrope" in specimen.kind or "overlooked layer" in specimen.kind]
 WHOLE = [*ODD, OVERLOOKED[0]]
-CUT = [specimen for specimen in SPECIAL if specimen.kind in ("dynamic rotary", "window of 5", "soft caps")]
+CUT = [next(one for one in SPECIAL if one.kind == kind) for kind in ("dynamic rotary", "window of 5", "soft caps")]
 AWKWARD = WHOLE[-3:]
 LENGTH = BORDER + 1
 """Many chunks."""

@@ -43,10 +43,16 @@ def heads(tmp_path_factory, folder):
     return place
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, SAMPLED], ids=["greedy", "noise", "all"])
 @pytest.mark.parametrize(
-    "own",
-    [{"guess_vocab": 100}, {"trained": True}, {"trained": True, "guess_vocab": 50}, {"guess_vocab": 1, "k": 1}],
+    ("own", "sampling"),
+    [
+        ({"guess_vocab": 100}, {}),
+        ({"guess_vocab": 100}, SAMPLED),
+        ({"trained": True}, {"temperature": 1.0, "seed": 3}),
+        ({"trained": True, "guess_vocab": 50}, {}),
+        ({"trained": True, "guess_vocab": 50}, SAMPLED),
+        ({"guess_vocab": 1, "k": 1}, {"temperature": 1.0, "seed": 3}),
+    ],
     ids=str,
 )
 def test_tokens_are_ordinary_decodings(folder, heads, own, sampling):

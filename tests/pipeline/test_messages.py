@@ -8,7 +8,6 @@ import time
 import tracemalloc
 from array import array
 from dataclasses import replace
-from datetime import datetime, timezone
 from itertools import cycle, islice
 from typing import Annotated, get_args, get_origin, get_type_hints
 
@@ -86,7 +85,7 @@ BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-small_settings = settings(max_examples=150, derandomize=True, deadline=None)
+small_settings = settings(max_examples=75, derandomize=True, deadline=None)
 any_number = st.integers(-(2**63), 2**64 - 1)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=50)
 
@@ -266,57 +265,19 @@ def head(*fields: object) -> bytes:
     return msgpack.encode(list(fields))
 
 
+SENT = [
+    field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("timeout_s", "logits_processors")
+]
+
+
 def begin_header(**changes: object) -> bytes:
     """A good request's header, but for some fields."""
-    params = {
-        "max_new_tokens": 1,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "repetition_penalty": 1.0,
-        "seed": 0,
-        "stop": [],
-        "ignore_eos": False,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": [],
-        "num_generated": 0,
-        "logprobs": None,
-        "prompt_logprobs": False,
-        "eos_token_ids": [],
-        "logit_bias": None,
-        "min_new_tokens": None,
-        "min_length": None,
-        "no_repeat_ngram_size": None,
-        "bad_words_ids": None,
-        "sequence_bias": None,
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-        "forced_bos_token_id": None,
-        "forced_eos_token_id": None,
-        "exponential_decay_length_penalty": None,
-        "encoder_repetition_penalty": None,
-        "encoder_no_repeat_ngram_size": None,
-        "renormalize_logits": None,
-    }
+    version, kind, *values = head_of(Begin(-1, 1, [1], SamplingParams(1), live=False))
+    fields = dict(zip([field.name for field in dataclasses.fields(Begin)], values, strict=True))
+    params = dict(zip(SENT, fields["params"], strict=True))
     params |= {name: value for name, value in changes.items() if name in params}
-    fields = {
-        "sender": -1,
-        "request": 1,
-        "prompt_ids": [1],
-        "params": list(params.values()),
-        "live": False,
-        "traced": False,
-        "delivered": [],
-        "epoch": 0,
-        "under_way": [],
-        "watched": False,
-        "foreseen": False,
-        "guessing": 2,
-    }
-    fields |= {name: value for name, value in changes.items() if name not in params}
-    return head(VERSION, 0, *fields.values())
+    fields |= {"params": list(params.values())} | {name: value for name, value in changes.items() if name not in params}
+    return head(version, kind, *fields.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -395,36 +356,23 @@ def test_a_decoded_tensor_is_a_copy_that_can_be_written() -> None:
     assert arrived.tolist() == [[[2.0] * 4]]
 
 
-def test_encoding_leaves_the_message_alone() -> None:
-    message, params = Begin(-1, 1, [1, 2], SamplingParams(3, 0.5, seed=7, stop=("a",)), True), SamplingParams(3, 0.5)
-    encode(message)
-    assert message == Begin(-1, 1, [1, 2], replace(params, seed=7, stop=("a",)), True)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"seed": 2**64 - 1},
-        {"max_new_tokens": 2**63},
         {"max_new_tokens": 2**64},
-        {"top_k": 2**63},
         {"top_k": 2**64},
-        {"stop": ("x" * 2**16,)},
         {"stop": ("x" * (2**16 + 1),)},
         {"stop": ("\ud800",)},
         {"stop": ("€" * 2**16,)},
-        {"stop": ("x",) * 1000},
         {"stop": ("x",) * 1001},
         {"temperature": 1e300},
         {"min_p": 1},
         {"presence_penalty": -2, "frequency_penalty": 2},
         {"stop_token_ids": (0, 2**31 - 1)},
         {"stop_token_ids": (2**31,)},
-        {"stop_token_ids": (1,) * 1000},
         {"stop_token_ids": (1,) * 1001},
         {"eos_token_ids": (0, 2**31 - 1)},
-        {"eos_token_ids": (2**31,)},
-        {"num_generated": 1},
         {"num_generated": 2**31},
         {"top_k": -1},
     ],
@@ -481,20 +429,12 @@ def test_what_would_not_arrive_is_not_sent(tensor: Tensor) -> None:
         [b"hello"],
         [head()],
         [head(VERSION)],
-        [head(0, 6, 0, 0)],
         [head(VERSION + 1, 6, 0, 0)],
         [head("3", 6, 0, 0)],
-        [head(None, 6, 0, 0)],
-        [head([3], 6, 0, 0)],
         [head(True, 6, 0, 0)],
-        [head(3.0, 6, 0, 0)],
         [head(VERSION, -1, 0, 0)],
         [head(VERSION, len(KINDS), 0, 0)],
-        [head(VERSION, 2**63, 0, 0)],
-        [head(VERSION, "6", 0, 0)],
         [head(VERSION, True, 0, 0)],
-        [head(VERSION, 6.0, 0, 0)],
-        [head(VERSION, 6)],
         [head(VERSION, 6, 0)],
         [head(VERSION, 6, 0, 0, 0)],
         [head(VERSION, 6, 0, 0), b""],
@@ -503,21 +443,14 @@ def test_what_would_not_arrive_is_not_sent(tensor: Tensor) -> None:
         [head(VERSION, 6, 0, True)],
         [head(VERSION, 6, 0, 0.0)],
         [head(VERSION, 6, 0, "0")],
-        [head(VERSION, 6, 0, None)],
         [head(VERSION, 6, [0], 0)],
-        [head(VERSION, 6, b"0", 0)],
         [head(VERSION, 6, {}, 0)],
-        [head(VERSION, 6, {1: 2}, 0)],
         [head(VERSION, 6, msgpack.Ext(1, b"x"), 0)],
-        [head(VERSION, 6, datetime.fromtimestamp(1, timezone.utc), 0)],
-        [msgpack.encode({1: 2})],
         [msgpack.encode(5)],
         [head(VERSION, 10, 0, 0, "x" * (2**16 + 1))],
         [head(VERSION, 10, 0, 0, b"bytes")],
         [head(VERSION, 2, 1, 1, 5, 6, [])],
-        [head(VERSION, 2, 1, 1, 5, array("q", [6]).tobytes(), [])],
         [head(VERSION, 2, 1, 1, 5, "6", [])],
-        [head(VERSION, 2, 1, 1, 5, [[6]], [])],
         [head(VERSION, 2, 1, 1, 5, [None], [])],
         [head(VERSION, 2, 1, 1, 5, [6, -1], [])],
         [head(VERSION, 2, 1, 1, 5, [6, 2**31], [])],
@@ -551,44 +484,31 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         {"prompt_ids": [*range(2**21 + 1)]},
         {"max_new_tokens": 0},
         {"max_new_tokens": 2**31},
-        {"max_new_tokens": True},
         {"temperature": -0.5},
         {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"temperature": "0"},
         {"temperature": True},
         {"top_k": -2},
-        {"top_p": -0.1},
         {"top_p": 1.5},
         {"repetition_penalty": 0},
-        {"repetition_penalty": -1.0},
         {"seed": -1},
-        {"seed": 0.0},
         {"stop": [b"x"]},
-        {"stop": "x"},
         {"stop": ["x"] * 1001},
         {"stop": ["x" * (2**16 + 1)]},
         {"ignore_eos": 0},
         {"stop_token_ids": b"[1]"},
-        {"stop_token_ids": None},
         {"logit_bias": {5: 1.0}},
-        {"logit_bias": {"5": 1.0}},
         {"logit_bias": [[5]]},
         {"logit_bias": [[5, 101]]},
         {"logit_bias": [[5, math.nan]]},
-        {"logit_bias": [[5, True]]},
-        {"logit_bias": [[[], 1.0]]},
         {"logit_bias": b"null"},
         {"suppress_tokens": [-1]},
         {"suppress_tokens": [0] * (2**16 + 1)},
         {"bad_words_ids": [[]]},
         {"bad_words_ids": [5]},
         {"sequence_bias": [[[5], -math.inf]]},
-        {"exponential_decay_length_penalty": [1]},
         {"exponential_decay_length_penalty": [1, 0]},
         {"min_new_tokens": -1},
         {"renormalize_logits": 1},
-        {"live": None},
         {"traced": 1},
         {"delivered": None},
         {"delivered": [1, 2]},  # more than were asked for
@@ -635,27 +555,20 @@ def test_a_message_that_nobody_would_take_is_not_sent() -> None:
     [
         (described(0, 2), b""),
         (described(0, 2), bytes(7)),
-        (described(0, 2), bytes(9)),
         (described(1, 2), bytes(8)),
         (described(0, 0), b""),
         (described(0, 0, -1), b""),
         (described(0, -2), bytes(8)),
-        (described(0, -1, -2), bytes(8)),
         (described(0), bytes(8)),
         (described(0, *[1] * 7), bytes(4)),
-        (described(0, *[1] * 8), bytes(4)),
         (described(0, 2)[:-1], bytes(8)),
         (described(0, 2) + b"\0", bytes(8)),
         (described(3, 1), bytes(8)),
-        (described(-1, 2), bytes(8)),
         (described(2**62, 2), bytes(8)),
         (b"", bytes(8)),
-        ([0, 2], bytes(8)),
         (["float32", [2]], bytes(8)),
         (None, bytes(8)),
-        ({}, bytes(8)),
         ("float32", bytes(8)),
-        (0, bytes(8)),
     ],
     ids=repr,
 )
@@ -811,8 +724,3 @@ def test_what_cannot_be_read_says_whose_it_is() -> None:
     assert received([]) is None
     assert received([b"\xc1"]) is None
     assert received(on_the_wire(Token(2, 7, 5, 17, 1))) == Token(2, 7, 5, 17, 1)
-
-
-def test_what_stands_for_what_cannot_be_read_is_never_sent() -> None:
-    with pytest.raises(KeyError):
-        encode(Unreadable(2, 7, "Token", "late"))

@@ -55,9 +55,11 @@ def test_bitwise_equal_at_every_exit_layer(model_folder, family, num_layers, dty
         same(bench.pipelined(prompt, params, k, exit_layer, head, seed=exit_layer), expected)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize(("k", "workers"), [(3, 3), (3, 1), (4, 3), (5, 2)])
-def test_ordinary_decodings_with_the_models_own_head(bench, params, k, workers):
+@pytest.mark.parametrize(
+    ("k", "workers", "params"),
+    [(3, 3, GREEDY), (3, 3, PENALISED), (3, 1, SAMPLED), (4, 3, PENALISED), (4, 3, GREEDY), (5, 2, SAMPLED)],
+)
+def test_ordinary_decodings_with_the_models_own_head(bench, k, workers, params):
     for text in PROMPTS[1::3]:
         prompt = bench.prompt_ids(text)
         agree(bench.pipelined(prompt, params, k, 3, workers=workers), bench.ordinary(prompt, params), k, workers)

@@ -73,11 +73,12 @@ def test_startup():
     assert len(found["long"]) == 1
 
 
+@nightly
 @pytest.mark.parametrize(
     "asked",
     [
         ["--kill-every-s", "1", "--requests", "24", "--at-once", "6"],
-        pytest.param(["--kill-every-s", "5", "--minutes", "2", "--at-once", "12", "--stages", "4"], marks=nightly),
+        ["--kill-every-s", "5", "--minutes", "2", "--at-once", "12", "--stages", "4"],
     ],
 )
 def test_a_server_gives_every_client_its_own_text_or_an_honest_error(asked):

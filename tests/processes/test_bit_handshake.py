@@ -63,7 +63,7 @@ def others(monkeypatch, with_others):
     ("settings", "names"),
     [
         ({"k": 1, "launcher": "processes"}, ("the main process", "sub-process 1")),
-        ({"stages": 2, "launcher": "processes"}, ("stage 2", "stage 1")),
+        pytest.param({"stages": 2, "launcher": "processes"}, ("stage 2", "stage 1"), marks=nightly),
         pytest.param({"k": 1, "launcher": "ray"}, ("the main process", "sub-process 1"), marks=nightly),
     ],
     ids=str,

@@ -239,6 +239,7 @@ def test_a_job_without_the_token_is_told_so(cluster, arguments, tmp_path, monkey
     assert "asks for a token (RAY_AUTH_MODE='' here), set RAY_AUTH_MODE=token" in refused.stderr
 
 
+@nightly
 def test_every_command_joins_the_cluster_that_the_environment_names(cluster, folder, monkeypatch):
     generate = [sys.executable, "-m", "ppd_runtime.cli.entry", "generate", "x", "--model", folder]
     refused = cluster.run(*generate, "--k", "9")

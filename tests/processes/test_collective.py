@@ -149,16 +149,6 @@ def test_one_end_that_has_broken_finds_the_other(places: Places, monkeypatch: py
     assert main._links[1]._num_received == 1
 
 
-def test_who_has_been_introduced_may_be_again(places: Places) -> None:
-    main, sub = places.open(DECIDER), places.open(1)
-    main.introduce(1, sub.location)
-    places.wait_for_links()
-    link = main._links[1]
-    main.introduce(1, sub.location)
-    assert main._links[1] is link
-    assert link.takes
-
-
 def test_a_peer_that_does_not_look_blocks_nobody(places: Places) -> None:
     main, sub = places.open(DECIDER), places.open(1)
     places.wait_for_links()
@@ -197,7 +187,11 @@ def test_a_new_life_gets_a_link_of_its_own(places: Places, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     ("k", "workers", "dtype", "run_ahead"),
-    [(1, 1, "bfloat16", True), pytest.param(1, 1, "float32", False, marks=nightly), (3, 2, "float32", True)],
+    [
+        (1, 1, "bfloat16", True),
+        pytest.param(1, 1, "float32", False, marks=nightly),
+        pytest.param(3, 2, "float32", True, marks=nightly),
+    ],
 )
 def test_tokens_are_ordinary_decodings(model_folder, k, workers, dtype, run_ahead):
     folder = str(model_folder("llama", num_layers=4))

@@ -240,14 +240,6 @@ def test_layers_of_one_kind_are_compiled_once_and_kept(model_folder: ModelFolder
     assert {path: path.stat().st_mtime_ns for path in kept.glob(f"{name}*")} == before
 
 
-@needs_compiler
-def test_weights_are_the_models_own(model_folder: ModelFolder, kept: Path) -> None:
-    one, other = (compiled_twin(load_eager(model_folder("llama", seed=seed))) for seed in (0, 5))
-    expected = forced(one, [0, 4])
-    assert not all_equal(forced(other, [0, 4]), expected)
-    assert all_equal(forced(one, [0, 4]), expected), "code is shared, weights are not"
-
-
 def test_without_a_compiler_there_is_one_clear_line(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,20 +357,6 @@ def test_a_package_where_nothing_can_be_written(
     monkeypatch.setattr(layers, "keep", lambda *_: (tmp_path / "no such folder" / "file").open("wb"))
     assert NativeCode(package).metadata
     assert not list(tmp_path.glob("*.so"))
-
-
-@needs_compiler
-def test_default_dtypes_are_the_users_business(model_folder: ModelFolder, kept: Path) -> None:
-    twin, states = compiled_twin(load_eager(model_folder("llama"))), []
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        twin.begin(LENGTH)
-        twin.run(0, 4, list(PROMPT), 0)
-        torch.set_default_dtype(dtype)
-        try:
-            states.append(twin.run(0, 4, [7], len(PROMPT)))
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert all_equal(states[1:], states[:1] * 2)
 
 
 @needs_compiler

@@ -61,14 +61,13 @@ def check(ordinary: OrdinaryDecoding, **layout: object) -> None:
         assert all(r.stats.misses for r in got)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_threads(model_folder, dtype, monkeypatch):
+@pytest.mark.parametrize(("dtype", "k", "exit_layer"), [("float32", 1, 3), ("bfloat16", 3, 4)])
+def test_threads(model_folder, dtype, k, exit_layer, monkeypatch):
     """The stages share the code that ordinary decoding has compiled."""
     folder = str(model_folder("llama", num_layers=5))
     ordinary = OrdinaryDecoding(folder, dtype=dtype, compile=True)
     monkeypatch.setattr("ppd_runtime.models.compiled.export._compile", lambda *_: pytest.fail("compiled again"))
-    for k, exit_layer in ((1, 3), (3, 4)):
-        check(ordinary, k=k, exit_layer=exit_layer, transport="local")
+    check(ordinary, k=k, exit_layer=exit_layer, transport="local")
 
 
 @pytest.mark.parametrize("weights", [pytest.param("int8", marks=nightly), "int4"])
@@ -150,6 +149,7 @@ def test_requests_of_one_pass(model_folder, monkeypatch, stages):
     assert set(joined) >= {2, 3, 4}
 
 
+@nightly
 @pytest.mark.skipif(not ADDRESSES, reason="no address but this host's own")
 def test_code_that_a_worker_compiles_travels_to_all(ray_node, model_folder, monkeypatch):
     """The program compiles nothing, as where its host has no GPU; why a worker cannot is the program's error."""

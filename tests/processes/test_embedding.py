@@ -143,7 +143,8 @@ def test_two_runtimes_in_one_program(folder, expected, tmp_path, launcher):
         assert lines[4] == "False", "Ray is not started again behind the program's back"
 
 
-@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=nightly)])
+@nightly
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
 def test_sigterm_ends_a_command_and_its_workers(launcher):
     command = [*COMMAND, "--launcher", launcher, "--max-new-tokens", "2000", "--ignore-eos"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -160,6 +161,7 @@ def test_sigterm_ends_a_command_and_its_workers(launcher):
     assert not alive
 
 
+@nightly
 def test_ctrl_c_while_a_library_is_imported(folder, expected, tmp_path):
     file = tmp_path / "program.py"
     file.write_text(INTERRUPTED_IMPORT.format(folder=folder))
@@ -191,10 +193,3 @@ def test_ctrl_c_before_a_command_is_there():
         words = [sys.executable, "-c", textwrap.dedent(code).format(name=name), "generate", "a fox"]
         shown = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert (shown.returncode, shown.stdout, shown.stderr) == (130, "", "\nppd: stopped\n")
-
-
-def test_an_address_of_rays_in_the_environment_that_is_wrong():
-    shown = subprocess.run(COMMAND, env=environment(RAY_ADDRESS="127.0.0.1:9"), capture_output=True, text=True)
-    assert shown.returncode == 2
-    assert shown.stderr.startswith("ppd: RAY_ADDRESS='127.0.0.1:9': nothing answers there")
-    assert shown.stderr.count("\n") == 1

@@ -34,7 +34,7 @@ def workers(program):
     ("launcher", "ending"),
     [
         ("processes", "kill"),
-        ("processes", "interrupt"),
+        pytest.param("processes", "interrupt", marks=nightly),
         pytest.param("ray", "terminate", marks=nightly),
         pytest.param("processes", "exception", marks=nightly),
         pytest.param("processes", "terminate", marks=nightly),
@@ -58,7 +58,7 @@ def test_nothing_is_left_behind(folder, launcher, ending):
 @pytest.mark.parametrize(
     ("launcher", "ending", "times", "longest_s"),
     [
-        ("processes", "kill", 1, 8.0),
+        ("processes", "interrupt", 1, 8.0),
         pytest.param("processes", "kill", 3, 8.0, marks=nightly),
         pytest.param("processes", "interrupt", 3, 8.0, marks=nightly),
         pytest.param("ray", "interrupt", 2, 14.0, marks=nightly),

@@ -1,6 +1,6 @@
 """All tokens equal transformers' own `generate` and ordinary decoding's, over threads and over Ray and its sockets.
 
-By day with some prompts, and each family and dtype with a third of the layouts; in the night with all of both.
+By day over threads with some prompts, and a layout for each family and dtype; in the night all of them.
 """
 
 import functools
@@ -79,7 +79,7 @@ def check_threads(folder: str, dtype: str, lengths: tuple[int, ...], layouts: li
 )
 def test_threads(model_folder, family, dtype, number):
     """Each layout with several families, and with both dtypes."""
-    check_threads(model_with_eos(model_folder, family, dtype), dtype, BY_DAY, LAYOUTS[number % 3 :: 3])
+    check_threads(model_with_eos(model_folder, family, dtype), dtype, BY_DAY, LAYOUTS[number % 6 :][:1])
 
 
 @nightly
@@ -89,19 +89,14 @@ def test_threads_in_every_layout(model_folder, family, dtype):
     check_threads(model_with_eos(model_folder, family, dtype), dtype, LENGTHS, LAYOUTS)
 
 
+@nightly
 @pytest.mark.parametrize(
-    ("family", "dtype", "k", "exit_layer", "lengths"),
-    [
-        ("mistral", "bfloat16", 1, 3, BY_DAY),
-        *(
-            pytest.param(*pair, *LAYOUTS[number % len(LAYOUTS)], LENGTHS, marks=nightly)
-            for number, pair in enumerate(itertools.product(FAMILIES, DTYPES))
-        ),
-    ],
+    ("family", "dtype", "k", "exit_layer"),
+    [(*pair, *LAYOUTS[number % len(LAYOUTS)]) for number, pair in enumerate(itertools.product(FAMILIES, DTYPES))],
 )
-def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer, lengths):
+def test_ray_and_zeromq(ray_node, model_folder, family, dtype, k, exit_layer):
     folder = model_with_eos(model_folder, family, dtype)
-    texts = expected_tokens(folder, dtype, lengths)
+    texts = expected_tokens(folder, dtype, LENGTHS)
     vocab_size = describe(folder).vocab_size
     head = OracleHead(tuple((*prompt, *tokens) for prompt, tokens in texts.items()), 0.7, vocab_size)
     with PPDRuntime(

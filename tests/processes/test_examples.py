@@ -69,6 +69,7 @@ def test_same_text_three_layouts(run: Callable[..., str]) -> None:
     assert texts == {repr(asked)} and asked != other
 
 
+@nightly
 def test_compare_methods(run: Callable[..., str]) -> None:
     lines = run("compare_methods.py", "import os\n").splitlines()
     assert [line.split()[0] for line in lines] == ["autoregressive", "layerskip", "adaspeed", "kangaroo", "ppd"]

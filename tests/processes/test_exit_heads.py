@@ -33,7 +33,6 @@ def head(model: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("launcher", "transport", "kind"),
     [
-        ("auto", "local", LM_HEAD),
         ("auto", "local", AFFINE),
         ("processes", "zeromq", LM_HEAD),
         pytest.param("ray", "zeromq", LM_HEAD, marks=nightly),

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import tempfile
 import time
@@ -19,15 +18,14 @@ from benchmarks import decode, faults, hop, layouts, peers, serving, startup
 from benchmarks.__main__ import PLAN
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.models import model_folder, random_config
-from benchmarks.recording import environment, markdown_table, run, slug, spread
+from benchmarks.recording import markdown_table, run, spread
 from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
 from ppd_runtime.pipeline.messages import End
 from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
-from ppd_runtime.training.corpus import read_standard_library
 from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.transport.unix import UnixEndpoint
-from ppd_runtime.tune.prompt_files import Prompt, read_prompts
+from ppd_runtime.tune.prompt_files import Prompt
 
 MODULES = (decode, faults, hop, layouts, peers, serving, startup)
 
@@ -97,11 +95,6 @@ def test_the_plans_commands_can_be_run(command):
         assert all(map(layouts.settings_of, given.layouts.split(",")))
 
 
-def test_a_layouts_settings():
-    found = layouts.settings_of("stages=2; rows=4;repetitions=no;speculation=always")
-    assert found == {"stages": 2, "rows": 4, "repetitions": False, "speculation": "always"}
-
-
 def test_figures_are_written_with_machine_versions_and_commit(monkeypatch, tmp_path, capsys):
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=type(tmp_path))
@@ -138,26 +131,6 @@ def test_an_emulation_says_so_in_its_table():
     assert "EMULATED" not in layouts.table(figures | {"emulate_layer_ms": None})
 
 
-@pytest.mark.parametrize(
-    ("machine", "kind"),
-    [
-        ("AMD EPYC, 2 cores", "amd-epyc-2-cores"),
-        ("AMD EPYC (TM) 7B13, 2 cores", "amd-epyc-7b13-2-cores"),
-        ("Intel(R) Xeon(R) Processor, 2 cores", "intel-xeon-2-cores"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz, 8 cores", "intel-xeon-8-cores"),
-    ],
-)
-def test_a_reports_name_is_its_machines_kind(machine, kind):
-    assert slug({"machine": machine}) == kind
-    assert environment()["machine"].endswith("cores")
-
-
-@pytest.mark.parametrize("name", ["", "512", "0x4", "100x4", "64x1", "64xb"])
-def test_random_models_of_no_shape(name):
-    with pytest.raises(ValueError, match=f"--model random:{name}: give random:HIDDENxLAYERS"):
-        random_config(name)
-
-
 def test_a_random_model_is_there_for_a_while():
     with model_folder("random:64x3") as folder:
         info = describe(folder)
@@ -187,31 +160,10 @@ def test_a_slow_link_hands_on_later_in_order_and_to_workers_alone():
         slow_links(folder, 0.2)
 
 
-def test_held_out_prompts_are_whole_lines_of_held_out_files():
-    found = layouts.held_out(count=9)
-    texts = [document.text for document in read_standard_library() if document.held_out]
-    for passage in found:
-        assert 600 <= len(passage) < 6000
-        assert any(passage in text for text in texts)
-        assert passage.endswith("\n")
-
-
-def test_prompts_that_repeat_themselves_are_named():
-    texts = [prompt.text for prompt in read_prompts(str(layouts._REPEATING_FILE))]
-    assert len(texts) == 6
-    for text in texts:
-        words = text.split()
-        assert len(set(words)) < 0.7 * len(words)
-
-
 def test_a_losss_pause_and_its_next_hit():
     texts = [[(0.0, False), (1.0, False), (5.0, False), (6.0, True)], [(10.0, False), (11.0, True)]]
     assert faults.losses(texts, [2.0, 8.0, 20.0]) == ([4.0], [4.0])
     assert faults.losses(texts, [10.5]) == ([1.0], [0.5])
-
-
-def test_one_thread_or_several_read_bytes():
-    assert peers.reading_s(1 << 16, 1, 3) > 0 < peers.reading_s(1 << 16, min(2, len(os.sched_getaffinity(0))), 3)
 
 
 def test_what_a_format_costs_in_quality(model_folder, tmp_path, monkeypatch):

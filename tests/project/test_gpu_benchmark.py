@@ -25,6 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, stages: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.nightly
 def test_a_stage_that_fails_and_one_that_takes_too_long_stop_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ token_lists = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 
 
-SENTENCEPIECE = KINDS["SentencePiece with bytes"]
 SENTENCEPIECES = [tokenizer for tokenizer in KINDS.values() if has_bytes(tokenizer)]
 
 
@@ -85,17 +84,6 @@ def test_tokens_beyond_the_tokenizers_vocabulary_add_nothing() -> None:
     """Models pad their vocabularies; random weights may choose such a token."""
     token_ids = [A, VOCAB_SIZE + 5, B, VOCAB_SIZE + 6]
     assert "".join(pieces_of(BYTE_LEVEL, token_ids)) == decoded(BYTE_LEVEL, token_ids) == "ab"
-
-
-@settings(max_examples=100, derandomize=True, deadline=None)
-@given(st.lists(st.sampled_from(["é", "€", "🦊", "x", "\n", 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]), max_size=8))
-def test_sentencepiece_words_and_bytes(parts: list[str | int]) -> None:
-    token_ids: list[int] = []
-    for part in parts:
-        token_ids += [3 + byte for byte in part.encode()] if isinstance(part, str) else [FIRST_WORD + part]
-    pieces = pieces_of(SENTENCEPIECE, token_ids)
-    assert "".join(pieces) == decoded(SENTENCEPIECE, token_ids)
-    assert not any(HALF in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,13 +165,6 @@ def test_special_tokens_cost_the_same_at_every_step(kind: str, stop: tuple[str, 
     tokenizer = KINDS[kind]
     token_ids = [a_word(tokenizer), *[tokenizer.eos_token_id] * LONG]
     assert "".join(pieces_of_bounded_cost(tokenizer, token_ids, stop)) == decoded(tokenizer, token_ids)
-
-
-def test_a_long_text_costs_the_same_at_every_step() -> None:
-    token_ids = BYTE_LEVEL.encode("the dog and the fox 🦊 wait. " * 30)
-    assert "".join(pieces_of_bounded_cost(BYTE_LEVEL, token_ids)) == decoded(BYTE_LEVEL, token_ids)
-    spaces = KINDS["in Python"].convert_tokens_to_ids(["e", *["▁"] * LONG])  # no text until there is a word
-    pieces_of_bounded_cost(KINDS["in Python"], spaces)
 
 
 def pieces_of_bounded_cost(
@@ -302,13 +283,6 @@ def test_a_special_token_is_matched_by_the_letters_of_its_name() -> None:
         stream = TextStream(tokenizer, [f"a{name}b"])
         assert [stream.push(token) for token in (C, A, token, B)] == ["c", "", "", ""]
         assert stream.stopped
-
-
-def test_nothing_comes_after_a_stop_text() -> None:
-    stream = TextStream(BYTE_LEVEL, ["b"])
-    assert [stream.push(token) for token in (A, B, C, A)] == ["a", "", "", ""]
-    assert stream.finish() == ""
-    assert stream.stopped
 
 
 def test_what_may_become_a_stop_text_is_held_until_it_cannot() -> None:

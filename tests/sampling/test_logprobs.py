@@ -81,10 +81,6 @@ def test_they_come_with_their_tokens(ordinary: OrdinaryDecoding) -> None:
     assert (unasked.logprobs, "logprobs" in unasked.to_dict()) == (None, False)
 
 
-def test_a_prompt_of_one_token_has_none(ordinary: OrdinaryDecoding) -> None:
-    assert ordinary.generate([5], max_new_tokens=1, logprobs=1, prompt_logprobs=True).prompt_logprobs == ()
-
-
 def test_infinite_logits_have_finite_ones() -> None:
     logits = torch.tensor([0.0, -float("inf"), 1.0])
     noted = token_logprobs(logits, 1, 5, 4)

@@ -261,16 +261,6 @@ def test_a_choice_at_the_filters_border_is_theirs(share: float) -> None:
     assert left
 
 
-def test_what_is_no_number_is_left_to_the_processors() -> None:
-    for value in (float("nan"), float("inf")):
-        logits = random_logits(50, 0)
-        logits[7] = value
-        for settings in ({}, {"top_k": 3}, {"top_p": 0.9}):
-            sampler = Sampler(SamplingParams(temperature=1.0, **settings))
-            assert sampler._choice_without_doubt(logits.numpy(), 9) is None
-            sampler.noisy_scores(logits, [0] * 9)
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_scores_of_one_position_are_those_of_many(settings: dict[str, float]) -> None:
     """Where no probability is near the border; the way for one is shorter."""
@@ -318,13 +308,6 @@ def test_a_text_can_be_repeated_and_another_seed_gives_another() -> None:
     assert len({tuple(text(seed)) for seed in range(20)}) == 20
 
 
-def test_the_choice_depends_on_the_position_and_not_on_the_tokens_before() -> None:
-    logits = random_logits(300, 0, scale=0.5)
-    sampler = Sampler(SamplingParams(temperature=1.0))
-    assert sampler.choose(logits, [1, 2, 3]) == sampler.choose(logits, [7, 8, 9])
-    assert len({sampler.choose(logits, [0] * n) for n in range(1, 60)}) > 30
-
-
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}, *SETTINGS], ids=str)
 @pytest.mark.parametrize("size", [VOCAB, 5000])
 def test_the_first_rank_is_the_choice(settings: dict[str, float], size: int) -> None:
@@ -348,20 +331,6 @@ def test_ranks_are_different_tokens_where_the_filters_keep_fewer(settings: dict[
         kept = transformers_scores(params, logits, HISTORY).isfinite()
         num_kept = min(int(kept.sum()), k)
         assert kept[ranked].tolist() == [True] * num_kept + [False] * (k - num_kept)
-
-
-def test_shared_noise_makes_two_guesses_agree_more_often() -> None:
-    """A noisy early guess at the logits names the final token more often than two independent draws would agree."""
-    shared, independent = 0, 0
-    for i in range(300):
-        final = random_logits(50, i, scale=1.0)
-        early = final + random_logits(50, 10_000 + i, scale=0.3)
-        history = [0] * (i + 1)
-        token = Sampler(SamplingParams(temperature=1.0, seed=1)).choose(final, history)
-        shared += Sampler(SamplingParams(temperature=1.0, seed=1)).rank(early, history, 1)[0] == token
-        independent += Sampler(SamplingParams(temperature=1.0, seed=2)).rank(early, history, 1)[0] == token
-    assert shared > 200
-    assert independent < 60
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
@@ -443,13 +412,6 @@ def test_what_is_no_number_chooses_nothing(spoilt: dict[int, float] | None, sett
     )
 
 
-def test_single_logits_of_minus_infinity_are_a_mask() -> None:
-    logits = torch.full((VOCAB,), -torch.inf)
-    logits[7] = -3.0
-    for settings in ({}, {"logprobs": 2}, *SETTINGS, *BY_THE_TEXT[:5]):
-        assert Sampler(SamplingParams(**settings)).choose(logits, HISTORY) == 7
-
-
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.4}], ids=str)
 def test_what_the_filters_drop_has_no_chance(settings: dict[str, float]) -> None:
     params = SamplingParams(temperature=0.6, **settings)
@@ -458,15 +420,6 @@ def test_what_the_filters_drop_has_no_chance(settings: dict[str, float]) -> None
     chances = sampler.chances(sampler.noisy_scores(logits, HISTORY))
     assert bool((chances[~kept] == 0).all())
     assert float(chances[kept].sum()) == pytest.approx(1)
-
-
-def test_noise_is_a_function_of_seed_and_position_alone() -> None:
-    first = gumbel_noise(5, 9, 100)
-    gumbel_noise(6, 9, 1000)
-    np.random.default_rng(0).random(10)
-    assert np.array_equal(first, gumbel_noise(5, 9, 100))
-    assert np.array_equal(first, gumbel_noise(5, 9, 1000)[:100])
-    assert first.dtype == np.float32
 
 
 def test_noise_stays_the_same_between_versions() -> None:

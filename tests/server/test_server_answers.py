@@ -1,6 +1,5 @@
 """The server's answers, asked for by OpenAI's own client over a socket."""
 
-import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,20 +127,6 @@ def test_without_a_seed_texts_differ_and_each_tells_its_own(client, seed: int | 
         assert complete(client, seed=second.ppd["seed"], **asked).choices[0].text == second.text
 
 
-def test_any_other_seed_of_64_bits_is_one(client) -> None:
-    for seed in (-(2**63), -2, 0, 2**63, 2**64 - 1):
-        first, again = (complete(client, seed=seed, temperature=1).choices[0] for _ in range(2))
-        assert first.text == again.text
-        assert first.ppd["seed"] == seed % 2**64
-
-
-@pytest.mark.parametrize("settings", [{"top_p": 0}, {"temperature": 1e-7}, {"top_k": 1}, {"min_p": 1}], ids=str)
-def test_what_asks_for_the_likeliest_token_is_greedy(client, settings) -> None:
-    extra = {name: settings.pop(name) for name in ("top_k", "min_p") if name in settings}
-    greedy, answer = complete(client), complete(client, **{"temperature": 1.0, **settings}, extra_body=extra)
-    assert answer.choices[0].text == greedy.choices[0].text
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_biases_are_applied(client, ordinary, temperature: int) -> None:
     plain = ordinary.generate(PROMPT, max_new_tokens=12).token_ids
@@ -193,18 +178,6 @@ def test_stops_end_a_text(client, ordinary) -> None:
     stop = text[4:7]
     answer = complete(client, stop=stop).choices[0]
     assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
-
-
-def test_the_async_client_gets_many_at_once(server, ordinary) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S) as client:
-            asked = [
-                client.completions.create(model="tiny", prompt=f"text {i}", max_tokens=5, temperature=0)
-                for i in range(9)
-            ]
-            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == [ordinary.generate(f"text {i}", max_new_tokens=5).text for i in range(9)]
 
 
 def test_models_and_tokens(client, server, ordinary) -> None:
@@ -321,10 +294,6 @@ def test_what_chats_and_tokens_get_wrong_is_told_with_its_field(server: Running)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_long_stop_text_is_one(server: Running) -> None:
-    assert server.post("/v1/completions", prompt="a", max_tokens=1, stop="x" * 2000).status_code == 200
-
-
 @pytest.mark.parametrize(
     "messages",
     [
@@ -396,12 +365,6 @@ def test_without_a_template_chats_are_refused(ordinary: OrdinaryDecoding) -> Non
     error = answer.json()["error"]
     assert error["param"] == "messages"
     assert "no chat template: start the server with --chat-template FILE" in error["message"]
-
-
-def test_what_asks_for_nothing_is_no_mistake(server: Running) -> None:
-    harmless = {"best_of": 1, "logit_bias": {}, "tools": [], "suffix": None, "response_format": {"type": "text"}}
-    harmless |= {"grammar": "", "samplers": [], "guided_json": {}, "detokenize": True, "tfs_z": 1.0, "user": 5}
-    assert server.post("/v1/completions", prompt="a", max_tokens=1, **harmless).status_code == 200
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

@@ -133,27 +133,6 @@ def test_the_guide_sorts_every_field_of_openais() -> None:
     assert not rows["refused"] & known
 
 
-def test_a_request_of_hints_is_answered_as_without(server: Running) -> None:
-    hints = {
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "flex",
-        "safety_identifier": "a",
-        "prompt_cache_key": "a",
-        "prompt_cache_retention": "24h",
-        "reasoning_effort": "low",
-        "verbosity": "low",
-        "user": "a",
-        "prediction": {"type": "content", "content": "a"},
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "top_logprobs": 0,
-    }
-    plain, hinted = (chat(server, **settings)["choices"][0]["message"] for settings in ({}, hints))
-    assert plain == hinted
-
-
 WHOLE = {"max_tokens": 4.0, "n": 2.0, "seed": 7.0, "top_k": 20.0, "stop_token_ids": [5.0, 6]}
 
 

@@ -120,34 +120,6 @@ def test_a_request_settles_what_it_leaves_open() -> None:
     assert all(0 <= seed < 2**53 for seed in drawn)
 
 
-def test_sampling_params_accept_the_ends_of_their_ranges() -> None:
-    params = SamplingParams(
-        max_new_tokens=1,
-        temperature=0,
-        top_k=0,
-        top_p=1,
-        repetition_penalty=1e-9,
-        seed=2**64 - 1,
-        stop=("\n", "\u2029", "a" * 1000),
-        ignore_eos=True,
-    )
-    assert params.greedy
-    assert not SamplingParams(temperature=1e-6).greedy
-    assert SamplingParams(top_p=1e-9).top_p == 1e-9
-    assert SamplingParams(repetition_penalty=100).repetition_penalty == 100
-
-
-def test_defaults_are_greedy_and_complete() -> None:
-    params = SamplingParams()
-    assert params.greedy
-    assert (params.max_new_tokens, params.top_k, params.top_p, params.repetition_penalty) == (128, None, None, None)
-    assert (params.seed, params.stop, params.ignore_eos) == (0, (), False)
-
-
-def test_a_top_k_of_minus_one_is_all() -> None:
-    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
-
-
 def test_settings_come_by_name_or_as_params() -> None:
     assert sampling_from(SamplingParams(seed=3), {}) == sampling_from(None, {"seed": 3})
     assert sampling_from(None, {"stop_token_ids": 7}).stop_token_ids == (7,)
@@ -199,12 +171,6 @@ def test_decoding_in_one_process_has_few_of_them() -> None:
         in_process_config("OrdinaryDecoding", {"k": 2})
 
 
-def test_settings_cannot_be_changed_afterwards() -> None:
-    for settings, name in ((SamplingParams(), "seed"), (RuntimeConfig(), "k")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(settings, name, 7)
-
-
 @pytest.mark.parametrize(
     ("given_stop", "expected"),
     [(None, ()), ("END", ("END",)), ([], ()), (["a", "b"], ("a", "b")), (("a",), ("a",)), ("", ("",))],
@@ -217,58 +183,6 @@ def test_stops_may_stand_alone(given_stop: object, expected: tuple[str, ...]) ->
         assert sampling_from(None, {"stop": given_stop}).stop == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("k", 0),
-        ("threads_per_worker", 0),
-        ("compile", 1),
-        ("trace", "yes"),
-        ("run_ahead", None),
-        ("dtype", "float64"),
-        ("dtype", None),
-        ("transport", "tcp"),
-        ("device", "tpu"),
-        ("device", "auto:3"),
-        ("device", "cpu:fast"),
-        ("device", None),
-        ("workers", 4),
-        ("workers", 0),
-    ],
-)
-def test_runtime_config_refuses(name: str, value: object) -> None:
-    with pytest.raises(ValueError) as error:
-        RuntimeConfig(**{name: value})
-    check_refusal(error, name, value)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"k": 200, "workers": 200},
-        {"k": 4, "workers": 3},
-        {"device": "cuda:1"},
-        {"dtype": "bfloat16"},
-        {"transport": "zeromq", "ray_address": "host:6379"},
-        {"threads_per_worker": 64},
-    ],
-)
-def test_runtime_config_accepts(settings: dict[str, object]) -> None:
-    config = RuntimeConfig(**settings)
-    assert {name: getattr(config, name) for name in settings} == settings
-
-
-def test_more_workers_than_candidates_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"workers=4 with k=3: a worker needs a candidate, give 3 or fewer"):
-        RuntimeConfig(k=3, workers=4)
-    assert [RuntimeConfig(k=3, workers=workers).num_subs for workers in (None, 1, 3)] == [3, 1, 3]
-
-
-def test_a_ray_address_for_local_threads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ray_address='host:1' with transport='local'.*drop one"):
-        RuntimeConfig(transport="local", ray_address="host:1")
-
-
 @given(num_layers=st.integers(2, 100), exit_layer=st.integers(-5, 110))
 def test_the_exit_is_at_least_half_way_and_before_the_end(num_layers: int, exit_layer: int) -> None:
     config = RuntimeConfig(exit_layer=exit_layer)
@@ -278,19 +192,6 @@ def test_the_exit_is_at_least_half_way_and_before_the_end(num_layers: int, exit_
         with pytest.raises(ValueError, match=rf"exit_layer={exit_layer}: with {num_layers} layers choose") as error:
             config.check_against(num_layers, 300)
         assert f" {(num_layers + 1) // 2} to {num_layers - 1} " in str(error.value)
-
-
-@given(num_layers=st.integers(2, 200))
-def test_the_default_exit_is_half_depth_rounded_up(num_layers: int) -> None:
-    exit_layer = RuntimeConfig().check_against(num_layers, 300)
-    assert 2 * exit_layer in (num_layers, num_layers + 1)
-    assert RuntimeConfig(exit_layer=exit_layer).check_against(num_layers, 300) == exit_layer
-
-
-@pytest.mark.parametrize("exit_layer", [2.0, True, "2"])
-def test_an_exit_layer_that_is_no_whole_number_is_refused(exit_layer: object) -> None:
-    with pytest.raises(ValueError, match=f"exit_layer={exit_layer!r}: give a whole number"):
-        RuntimeConfig(exit_layer=exit_layer).check_against(4, 300)
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
@@ -321,13 +222,6 @@ def test_k_is_at_most_the_vocabulary() -> None:
 def test_places_that_cannot_be_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RuntimeConfig(**settings)
-
-
-def test_placements_that_can_be() -> None:
-    assert RuntimeConfig(placement="pack").one_host
-    assert RuntimeConfig(bind_interface="127.0.0.1").one_host
-    assert not RuntimeConfig(placement="strict-spread", bind_interface="10.0.0.1", gpus_per_worker=0.25).one_host
-    RuntimeConfig(gpus_per_worker=2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A trace is well-formed, on one clock, complete, and changes no token."""
 
-import dataclasses
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -160,11 +159,6 @@ def test_the_chrome_trace_is_one(traced, tmp_path):
     assert whole["otherData"]["conditions"] == "EMULATED devices of 3 ms a layer"
 
 
-def test_a_file_that_cannot_be_written_is_a_value_error(traced, tmp_path):
-    with pytest.raises(ValueError, match="missing/trace.json.*can be written"):
-        traced.trace.write(tmp_path / "missing" / "trace.json")
-
-
 def test_the_newest_spans_are_kept():
     recorder = Recorder(most_spans=10)
     recorder.begin(traced=True)
@@ -195,14 +189,6 @@ def test_spans_survive_the_journey(recorded):
     pieces = list(pack(process, 3))
     assert all(piece.request == 3 and piece.sender == 2 for piece in pieces)
     assert unpack([decode([bytes(frame) for frame in encode(piece)]) for piece in pieces]) == process
-
-
-def test_many_spans_travel_in_pieces():
-    process = ProcessSpans(1, 1, 1, 0, tuple(Span(0, i, i + 1, i) for i in range(2 * MOST_SPANS + 1)))
-    pieces = list(pack(process, 1))
-    assert [len(piece.numbers) // len(Span._fields) for piece in pieces] == [MOST_SPANS, MOST_SPANS, 1]
-    assert all(len(encode(piece)[0]) < 300_000 for piece in pieces)
-    assert unpack(pieces) == process
 
 
 @pytest.mark.parametrize(
@@ -250,14 +236,6 @@ def test_the_timeline_shows_every_token_candidate_and_hit(traced):
     assert {hop.sent.token for hop in used} <= set(traced.token_ids)
 
 
-def test_the_timeline_of_one_token(folder):
-    with PPDRuntime(folder, k=1, transport="local", trace=True) as runtime:
-        trace = runtime.generate(PROMPT, max_new_tokens=1).trace
-    timeline = Timeline(trace, num_tokens=12, word=str)
-    assert [verdict.hit for verdict in timeline.verdicts] == [None]
-    assert timeline.end > timeline.begin == 0
-
-
 def test_timelines_are_drawn(traced, ordinary, tmp_path):
     pytest.importorskip("matplotlib")
     for result in (traced, ordinary):
@@ -266,12 +244,6 @@ def test_timelines_are_drawn(traced, ordinary, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no kind of image"):
         check_image_file(Path("timeline.txt"))
-
-
-def test_nothing_is_drawn_without_the_main_process(traced):
-    lost = dataclasses.replace(traced.trace, processes=traced.trace.processes[1:])
-    with pytest.raises(ValueError, match="main process"):
-        Timeline(lost, 12, str)
 
 
 def _hits(result) -> list[bool | None]:

@@ -66,8 +66,3 @@ def test_an_actor_knows_its_own_gpu(gpu_ids, visible, device):
 def test_a_gpu_that_an_actor_cannot_see_is_an_error():
     with pytest.raises(RuntimeError, match="GPU 3, but it sees '0,1'"):
         own_device([3], {"CUDA_VISIBLE_DEVICES": "0,1"})
-
-
-def test_the_interface_of_an_address_is_found():
-    assert groups.interface_name("127.0.0.1") == "lo"
-    assert groups.interface_name("192.0.2.1") == ""
