@@ -3,8 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,21 +155,6 @@ def test_float16_that_overflows_is_named_and_bfloat16_does_not(folder: Path, tmp
             pytest.raises(RequestError, match="float16 overflows .choose dtype float32 or bfloat16"),
         ):
             method.generate(PROMPT, max_new_tokens=3, ignore_eos=True)
-
-
-def test_other_requests_go_on_at_once(damaged: str, damaged_token: int, expected: tuple[int, ...]) -> None:
-    good, wrong = {"max_new_tokens": 8, "ignore_eos": True}, [damaged_token, *PROMPT]
-    with PPDRuntime(damaged, **LAYOUTS["stages of rows"], dtype="float32", max_requests=4) as runtime:
-
-        def ask(number: int) -> tuple[int, ...] | None:
-            with suppress(RequestError):
-                return runtime.generate(wrong if number % 2 else PROMPT, **good).token_ids
-            return None
-
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(ask, range(12)))
-        assert found == [expected[:8], None] * 6
-        assert runtime.restarts == 0
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,6 @@ def test_it_imports_nothing_from_the_current_folder_nor_beside_the_script(places
     assert places.hostile.was_run() == []
 
 
-def test_the_standard_library_comes_before_what_is_installed(places: Places) -> None:
-    path, *_ = places.run()
-    of_library = path.index(str(Path(json.__file__).parents[1]))
-    installed = [place for place, entry in enumerate(path) if entry.endswith("site-packages")]
-    assert installed
-    assert of_library < min(installed)
-
-
 def test_what_a_program_adds_is_handed_down(places: Places, tmp_path: Path) -> None:
     places.write(f"sys.path.append({str(tmp_path / 'added')!r}); sys.path.append('')")
     path, *_ = places.run()

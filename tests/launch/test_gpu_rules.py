@@ -166,8 +166,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_loaded_or_started(
         OrdinaryDecoding(model_folder("llama"), **settings)
 
 
-@pytest.mark.parametrize("passes", [1, PassKind.SEVERAL])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("passes", "dtype"), [(1, torch.float32), (PassKind.SEVERAL, torch.bfloat16)])
 def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA's does of a mask: where it is not known that their number is a multiple, the export is refused."""
     config, attend = build_model("llama", num_layers=2).config, export.grouped_attention
@@ -287,24 +286,6 @@ def complaints(source: str) -> list[str]:
     loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name)]
     used = {whole(node) for node in loaded if isinstance(node.ctx, ast.Load)}
     return sorted(used & _WAIT_FOR_A_DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("torch.cuda.synchronize()", "synchronize"),
-        ("with torch.cuda.graph(g, stream=stream): pass", "graph"),
-        ("import torch.cuda as gpu\ngpu.graph(g)", "graph"),
-        ("from torch import cuda\nwith cuda.graph(g): pass", "graph"),
-        ("from torch.cuda import graph as record, Stream\nrecord(g, stream=Stream())", "graph"),
-        ("from torch.cuda.graphs import graph\nwith graph(g): pass", "graphs.graph"),
-        ("gpu = torch.cuda\nwait = gpu.synchronize\nwait()", "synchronize"),
-        ("torch.cuda.make_graphed_callables(layer, (x,))", "make_graphed_callables"),
-        ("graph = torch.cuda.CUDAGraph()\ngraph.replay()\ntorch.cuda.current_stream().synchronize()", ""),
-    ],
-)
-def test_what_waits_for_a_device_is_found_by_every_name(source: str, found: str) -> None:
-    assert complaints(source) == [f"torch.cuda.{found}"] * bool(found)
 
 
 def test_nobody_waits_for_a_device() -> None:

@@ -83,17 +83,6 @@ def test_its_own_words_are_the_reason_and_are_said_once(stage, caplog):
     assert [message.rpartition(": ")[2] for message in caplog.messages] == ["too much", "exit code 1"]
 
 
-def test_words_that_come_late_are_not_the_next_lifes(stage, caplog):
-    stage.of(1)[0].end = "exit code 1"
-    stage.supervisor.check()
-    stage.supervisor.note_words(1, "MemoryError: too much")
-    stage.supervisor.check()
-    stage.supervisor.check()
-    stage.of(1)[1].end = "signal 9 ended it"
-    stage.supervisor.check()
-    assert caplog.messages[-1].endswith(": signal 9 ended it")
-
-
 @pytest.mark.parametrize("rank", [DECIDER, 1])
 def test_too_many_losses_in_a_row(stage, caplog, rank):
     for _ in range(2):
@@ -201,12 +190,6 @@ def test_nobody_waits_for_a_silent_one_until_it_speaks(stage):
     assert stage.supervisor.expected() == [DECIDER, 1]
     stage.supervisor.note_success(2)
     assert stage.supervisor.expected() == [DECIDER, 1, 2]
-
-
-def test_stopping_ends_everybody(stage):
-    stage.supervisor.stop(0.1)
-    assert all(worker.ended for worker in stage.spawned)
-    assert stage.supervisor.serving() == []
 
 
 def test_everybody_is_ended_though_the_waiting_is_interrupted(stage, monkeypatch):

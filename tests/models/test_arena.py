@@ -26,12 +26,6 @@ def test_a_small_first_request_leaves_room_for_all_others():
     assert rows.take(6_000) is None, "more than there is room for"
 
 
-def test_without_a_room_it_has_sixteen_of_the_first_ones_size():
-    rows = RowArena(WINDOWS, 0)
-    assert all(rows.take(64) for _ in range(16))
-    assert rows.take(64) is None
-
-
 def test_more_rows_than_the_machine_has_memory_are_no_error():
     """A chat without a limit asks for all of a model's positions, and gets few tokens."""
     rows, before = RowArena(WINDOWS, 0, room=2**31), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -39,12 +33,6 @@ def test_more_rows_than_the_machine_has_memory_are_no_error():
     assert cache.is_there
     assert cache.layers[1].rows[1][:4].sum() == 3 * HEADS * DIM, "the others are zeros"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "kilobytes"
-
-
-def test_rows_begin_with_a_line_of_the_caches():
-    rows = RowArena(WINDOWS, 0)
-    caches = [written(rows.take(70), 1) for _ in range(3)]
-    assert all(part.data_ptr() % 64 == 0 for cache in caches for layer in cache.layers for part in layer.rows)
 
 
 def test_memory_that_the_system_refuses_is_each_requests_own(monkeypatch, caplog):

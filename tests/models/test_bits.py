@@ -23,7 +23,7 @@ from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.bit_probe import output_hashes
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.settings.layouts import DECIDER, PaperLayout, StagedLayout
-from ppd_runtime.workers.bits import Bits, bits_of
+from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.process import read_answer
 from ppd_runtime.workers.worker import Worker
 
@@ -119,13 +119,6 @@ def test_a_boundary_that_guesses_among_some_tokens_is_held_to_its_layers(model_f
     assert last.hashes.keys() - boundary.hashes.keys() == {name for name in last.hashes if "head" in name} != set()
 
 
-def test_the_machine_is_named(model_folder):
-    stage = load_stage(describe(str(model_folder("llama"))), 2, torch.bfloat16, "cpu")
-    machine = bits_of(stage).machine
-    for word in (os.uname().nodename, "1 threads", f"torch {torch.__version__}", "transformers 5.", "bfloat16"):
-        assert word in machine
-
-
 def bits(host, **hashes):
     return Bits(f"{host}: a processor", hashes)
 
@@ -187,12 +180,3 @@ def test_an_answer_is_read():
 def test_what_is_no_answer_is_refused(answer):
     with pytest.raises(RuntimeError, match="its answer cannot be read"):
         read_answer(json.dumps(answer))
-
-
-def test_names():
-    assert [PAPER.name(rank) for rank in (0, 1)] == ["main process", "sub-process 1"]
-    assert [STAGES.name(rank) for rank in (1, 2, 0)] == ["stage 1", "stage 2", "stage 3"]
-    assert [PAPER.named(rank) for rank in (-1, 0, 1)] == ["the client", "the main process", "sub-process 1"]
-    assert [STAGES.named(rank) for rank in (-1, 0)] == ["the client", "stage 3"]
-    assert [PAPER.short_name(rank) for rank in (0, 1)] == ["main", "sub-1"]
-    assert [STAGES.short_name(rank) for rank in (1, 0)] == ["stage-1", "stage-3"]

@@ -91,9 +91,3 @@ def test_the_first_start_says_what_it_makes_and_later_ones_find_it(tmp_path, mon
     assert [line for line in caplog.messages if "once: 3 files" in line]
     assert compile_ahead(info, torch.float32, "cpu", [PassKind.ONE, PassKind.SEVERAL], told.append) == made
     assert len(told) == 3
-
-
-def test_what_was_compiled_is_told(monkeypatch):
-    ordinary = OrdinaryDecoding("demo", dtype="float32")
-    assert ordinary.config.compile is True
-    assert ordinary.generate("import os", max_new_tokens=4).token_ids

@@ -8,7 +8,7 @@ import torch
 from models_for_tests import build_model
 
 from benchmarks.emulated import woken_at_once
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime import PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 
@@ -41,28 +41,10 @@ def test_passes_and_heads_take_their_time(model):
     assert stage.layer_seconds >= 0.020, "who waits for this stage would not wait long enough"
 
 
-def test_a_device_without_a_heads_time_does_not_wait_for_it(model):
-    stage = emulated(LayerRange(model), EmulatedDevice(layer_ms=60_000.0))
-    stage.begin(8)
-    hidden = torch.zeros(1, 1, 32)
-    assert stage.run(2, 2, hidden, 0) is hidden, "no layers, no time"
-    began = time.perf_counter()
-    stage.logits(hidden)
-    assert time.perf_counter() - began < 30
-
-
 @pytest.mark.parametrize(("name", "value"), [("layer_ms", -1.0), ("layer_ms", float("nan")), ("head_ms", float("inf"))])
 def test_impossible_times_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         EmulatedDevice(**{"layer_ms": 1.0, name: value})
-
-
-def test_ordinary_decoding_keeps_to_it(model_folder):
-    folder = str(model_folder("llama", num_layers=4))
-    expected = OrdinaryDecoding(folder).generate([5, 9], max_new_tokens=6)
-    got = OrdinaryDecoding(folder, emulate=EmulatedDevice(5.0)).generate([5, 9], max_new_tokens=6)
-    assert got.token_ids == expected.token_ids
-    assert got.stats.latency_s >= 6 * 4 * 0.005
 
 
 def test_workers_in_this_process_leave_its_threads_their_order(model_folder):

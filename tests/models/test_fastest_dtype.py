@@ -106,12 +106,6 @@ def test_the_demo_model_and_what_is_said_of_it(cache: Path, caplog: pytest.LogCa
     assert len(list(cache.glob("dtype-*.json"))) == 1
 
 
-def test_measuring_leaves_the_number_of_threads_as_it_was() -> None:
-    before = torch.get_num_threads()
-    assert measure_ratio([(64, 64)], 2, torch.bfloat16, before + 1) > 0
-    assert torch.get_num_threads() == before
-
-
 def test_a_layer_of_any_size_is_measured_in_little_memory() -> None:
     """15 GB in both dtypes, if it were whole."""
     assert measure_ratio([(500_000, 4096), (16, 500_000)], 80, torch.bfloat16, 1) > 0

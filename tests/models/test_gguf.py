@@ -110,16 +110,6 @@ def test_scaled_rotary_positions_are_the_folders(model_folder, tmp_path, scaling
     assert texts(OrdinaryDecoding(file)) == texts(OrdinaryDecoding(folder))
 
 
-def test_numbers_that_the_matrices_dtype_cannot_hold_keep_theirs(model_folder: ModelFolder, tmp_path: Path) -> None:
-    folder = model_folder("llama")  # norms in float32
-    file = write_model(tmp_path / "model.gguf", folder, "BF16")
-    info = describe(str(file))
-    assert model_config(info.folder).dtype == torch.float32
-    ours, theirs = state_of(info), state_of(describe(str(folder)))
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor if tensor.dim() == 1 else tensor.bfloat16().float())
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "kind", "others"),
     [
@@ -497,15 +487,6 @@ def refused(file: Path, reason: str) -> None:
     assert "\n" not in str(caught.value)
     kept_now = kept.cache_folder() / "gguf"
     assert not kept_now.exists() or not [path for path in kept_now.iterdir() if path.suffix != ".lock"]
-
-
-def test_a_type_that_is_not_read_is_refused_by_name(model_folder, tmp_path) -> None:
-    metadata, tensors = model_parts(model_folder("llama"), "Q4_0")
-    tensors["blk.2.ffn_down.weight"] = ("IQ2_XXS", (32, 256), bytes(32 * 66))
-    refused(
-        write_gguf(tmp_path / "model.gguf", metadata, tensors),
-        "has 'blk.2.ffn_down.weight' in IQ2_XXS; F32, .*, MXFP4 are read: ",
-    )
 
 
 @pytest.mark.parametrize(

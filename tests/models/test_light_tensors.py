@@ -3,13 +3,11 @@
 import ctypes
 from collections.abc import Sequence
 
-import pytest
 import torch
 from compilers import needs_compiler
 
 from ppd_runtime.models.native.layers import _with_our_tensors
 from ppd_runtime.models.native.library import load
-from ppd_runtime.models.native.products import PRODUCTS
 
 FLOAT32, CPU = 6, 0
 
@@ -56,13 +54,6 @@ def empty(*sizes: int) -> Light:
     return Light("empty_strided", len(sizes), numbers(sizes), numbers(contiguous(sizes)), FLOAT32, CPU, 0)
 
 
-def over(tensor: torch.Tensor) -> Light:
-    """Ours of a tensor's memory."""
-    place = ctypes.c_void_p(tensor.untyped_storage().data_ptr())
-    described = (tensor.dim(), numbers(tensor.shape), numbers(tensor.stride()), tensor.storage_offset())
-    return Light("create_tensor_from_blob", place, *map(_wide, described), FLOAT32, CPU, 0)
-
-
 def view(tensor: Light, sizes: Sequence[int], strides: Sequence[int], further: int) -> Light:
     rank = ctypes.c_int64(len(sizes))
     return Light("_reinterpret_tensor", tensor.handle, rank, numbers(sizes), numbers(strides), ctypes.c_int64(further))
@@ -70,28 +61,6 @@ def view(tensor: Light, sizes: Sequence[int], strides: Sequence[int], further: i
 
 def contiguous(sizes: Sequence[int]) -> list[int]:
     return list(torch.empty(tuple(sizes), device="meta").stride())
-
-
-def _wide(value: object) -> object:
-    return ctypes.c_int64(value) if isinstance(value, int) else value
-
-
-@needs_compiler
-def test_what_is_said_of_them() -> None:
-    tensor = torch.arange(60, dtype=torch.float32).view(3, 4, 5)[1:, :, 2:]
-    ours = over(tensor)
-    assert ours.handle.value is not None
-    assert ours.handle.value % 2 == 1
-    assert (ours.axes("sizes"), ours.axes("strides")) == (list(tensor.shape), list(tensor.stride()))
-    assert (ours.number("numel"), ours.number("storage_offset")) == (tensor.numel(), tensor.storage_offset())
-    assert ours.number("data_ptr") == tensor.data_ptr()
-    assert ours.values() == tensor.flatten().tolist()
-    part = view(ours, (4, 3), (5, 1), 20)
-    assert part.values() == tensor[1].flatten().tolist()
-    assert part.number("storage_offset") == tensor[1].storage_offset()
-    assert Light("clone", part.handle).values() == part.values()
-    assert empty(2, 0, 3).number("numel") == 0
-    assert empty().number("numel") == 1
 
 
 @needs_compiler
@@ -115,21 +84,6 @@ def test_more_axes_than_they_have_are_pytorchs() -> None:
     assert many.handle.value is not None
     assert many.handle.value % 2 == 0
     assert (many.number("dim"), many.axes("sizes")) == (17, [1] * 17)
-
-
-@needs_compiler
-@pytest.mark.parametrize("rows", [1, 3])
-def test_an_operator_gives_the_kind_that_it_gets(rows: int) -> None:
-    generator = torch.Generator().manual_seed(5)
-    states, weight = (torch.randn(shape, generator=generator) for shape in ((rows, 64), (96, 64)))
-    ours, matrix = over(states), over(weight)
-    result = Light.__new__(Light)
-    result.handle = ctypes.c_void_p()
-    assert load().aoti_torch_cpu_few_rows_linear(ours.handle, matrix.handle, ctypes.byref(result.handle)) == 0
-    assert result.handle.value is not None
-    assert result.handle.value % 2 == 1
-    (linear,) = (product for product in PRODUCTS if product.shim.split("(")[0].endswith("few_rows_linear"))
-    assert result.values() == linear(states, weight).flatten().tolist()
 
 
 def names(*called: str) -> bytes:

@@ -67,17 +67,6 @@ def test_so_many_tokens_are_kept(model_folder: Callable[..., Path]) -> None:
         assert [runtime.generate(TEXT, max_new_tokens=2).stats.cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_whole_chunks_are_known_by_all_before_them() -> None:
-    kept = KeptPrefixes(4 * CHUNK)
-    first = kept.key(TEXT, range(CHUNK))
-    assert first == kept.key(TEXT[: CHUNK + 3], range(CHUNK))
-    assert kept.key(TEXT, range(CHUNK, 2 * CHUNK)) != kept.key([5, *TEXT[1:]], range(CHUNK, 2 * CHUNK))
-    assert kept.key(TEXT, range(CHUNK, 2 * CHUNK - 1)) is None
-    assert kept.find(first) is None
-    kept.keep(first, KeptChunk(StageCache([], 0), range(CHUNK), torch.empty(0)))
-    assert kept.find(first) is not None
-
-
 def test_chunks_of_two_sizes_are_counted_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "ONE_PASS", 8)
     monkeypatch.setattr(chunks, "PROMPT_CHUNKS", (8, 4))

@@ -57,7 +57,7 @@ class Slots:
         assert not self.certain or self.entries(list(range(self.slots.kept))) == self.certain
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("moves", [True, False])
 def test_what_lies_where(seed: int, moves: bool) -> None:
     rng, slots, number = random.Random(seed), Slots(moves), 0
@@ -83,18 +83,6 @@ def test_what_lies_where(seed: int, moves: bool) -> None:
             slots.certain.append(kept)
             paths = {node: path[1:] for node, path in paths.items() if path[1:]}
     assert isinstance(slots.cache.memory.order.rows(0, CAPACITY), slice) == moves
-
-
-def test_what_is_kept_in_the_order_it_came_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Slots()
-    monkeypatch.setattr(StageCache, "move", lambda *_: pytest.fail("moved"))
-    slots.run([[1], [2], [1, 3], [2, 4]], together=True)
-    slots.slots.drop(2)
-    slots.slots.drop(4)
-    slots.slots.keep(1)
-    slots.certain.append(1)
-    slots.run([[3, 5], [6]], together=True)
-    slots.slots.keep(3)
 
 
 def test_where_rows_change_places_no_entry_moves() -> None:

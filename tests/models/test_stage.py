@@ -73,6 +73,7 @@ def test_whole_stage_gives_the_logits_of_transformers(model_folder: ModelFolder,
     assert all_equal([stage.logits(hidden) for hidden in states], logits)
 
 
+@in_turn
 def test_every_cut_gives_the_same_bits(model_folder: ModelFolder, family: str, dtype: str) -> None:
     num_layers = 5
     stage = load_stage(model_folder(family, num_layers=num_layers), dtype)
@@ -107,6 +108,7 @@ def test_truncating_far_back_beyond_the_window(model_folder: ModelFolder, dtype:
     assert all_equal(again, expected[1:])
 
 
+@in_turn
 def test_imported_entries_give_the_same_continuation(model_folder: ModelFolder, family: str, dtype: str) -> None:
     """The head start's entries come from a sub-process that holds the first layers only."""
     folder, head_start = model_folder(family), 2
@@ -146,14 +148,6 @@ def test_tied_and_untied_heads(model_folder: ModelFolder, tied: bool, last: int)
         assert all_equal([stage.logits(h) for h in forced(stage, tokens, [0, 4])], logits)
 
 
-def test_weights_are_converted_to_the_dtype_asked_for(model_folder: ModelFolder, dtype: str) -> None:
-    stage = load_stage(model_folder("llama", dtype="bfloat16"), dtype)
-    assert {p.dtype for p in stage.model.parameters()} == {getattr(torch, dtype)}
-    hidden = forced(stage, [1], [0, stage.num_layers])[0]
-    assert hidden.dtype == getattr(torch, dtype)
-    assert stage.logits(hidden).dtype == torch.float32
-
-
 def test_a_stage_starts_over_with_each_sequence(model_folder: ModelFolder, dtype: str) -> None:
     stage = load_stage(model_folder("gemma2"), dtype)
     tokens, bounds = list(range(NEW_TOKENS)), [0, 1, stage.num_layers]
@@ -173,16 +167,6 @@ def test_hidden_states_given_out_are_not_overwritten(model_folder: ModelFolder) 
     stage.truncate(0)
     stage.run(0, 2, [1, 2, 3, 4], 0)
     assert all_equal([hidden, entry], kept)
-
-
-def test_logits_are_of_the_newest_token_only(model_folder: ModelFolder) -> None:
-    stage = load_stage(model_folder("gemma2"))
-    stage.begin(LENGTH)
-    hidden = stage.run(0, stage.num_layers, PROMPT, 0)
-    logits = stage.logits(hidden)
-    assert logits.shape == (300,)
-    assert torch.equal(logits, stage.logits(hidden[:, -1:]))
-    assert not torch.equal(logits, stage.logits(hidden[:, :1]))
 
 
 def test_a_pass_at_the_wrong_position_is_refused(model_folder: ModelFolder) -> None:
@@ -205,22 +189,6 @@ def test_a_pass_beyond_the_capacity_is_refused_and_changes_nothing(model_folder:
         stage.run(0, 4, [1, 2], len(PROMPT))
     assert [stage.length(i) for i in range(4)] == [len(PROMPT)] * 4
     stage.run(0, 4, [1], len(PROMPT))
-
-
-def test_layer_passes_are_counted(model_folder: ModelFolder) -> None:
-    stage = load_stage(model_folder("llama", num_layers=5))
-    stage.begin(LENGTH)
-    hidden = stage.run(0, 3, PROMPT, 0)
-    assert stage.layer_passes == 3
-    stage.run(3, 3, hidden, 0)
-    assert stage.layer_passes == 3
-    stage.run(3, 5, hidden, 0)
-    stage.truncate(0)
-    stage.logits(hidden)
-    assert stage.layer_passes == 5
-    stage.run(0, 5, [1], 0)
-    assert stage.layer_passes == 10
-    assert stage.layer_seconds > 0
 
 
 class _Operations(TorchDispatchMode):

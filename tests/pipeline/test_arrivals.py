@@ -77,17 +77,6 @@ def test_a_certain_token_is_needed_and_what_it_drops_runs_no_more() -> None:
     assert waiting.run() == []
 
 
-def test_a_certain_token_comes_before_older_passes() -> None:
-    """Whatever else is ready, should a tree ever leave it there."""
-    waiting = Waiting()
-    waiting.come(2, [1], [0])
-    waiting.come(3, [2, 3], [0, 0])
-    node = waiting.tree.get(2)
-    assert node is not None
-    node.is_certain = True
-    assert [waiting.run() for _ in range(3)] == [[2, 3], [1], []]
-
-
 def test_a_row_waits_for_the_one_that_it_stands_behind() -> None:
     """Both may be of one pass; that of a later pass has to wait for the earlier one's end."""
     waiting = Waiting()
@@ -103,10 +92,6 @@ def test_a_row_waits_for_the_one_that_it_stands_behind() -> None:
         assert node is not None
         waiting.tree.note_run(node)
     assert waiting.run() == [3]
-
-
-def test_there_is_no_work_where_nothing_waits() -> None:
-    assert Waiting().arrivals.work() == Work.LITTLE
 
 
 def test_a_pass_is_cut_where_the_room_ends_and_the_rest_waits_for_a_certain_token() -> None:

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import SEED
 
-from ppd_runtime.pipeline.staged.chances import _cell
 from ppd_runtime.pipeline.staged.drafters import (
     Drafter,
     FromEarlierTexts,
     OwnText,
     Source,
-    length_bin,
     said,
 )
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
@@ -69,28 +67,6 @@ def test_a_prompt_may_come_at_once_or_by_tokens(text, guessed):
         assert behind(drafter, *guessed) == at_once
 
 
-def test_a_cursor_from_before_misses_what_was_added_since():
-    drafter = OwnText()
-    drafter.begin([1, 2, 5])
-    cursor = drafter.newest
-    for token in (7, 8, 3, 7, 8):
-        cursor = drafter.advance(cursor, token)
-    for token in (7, 8, 3):
-        drafter.follow(token)
-    assert drafter.guesses(cursor) == ()
-    assert behind(drafter, 7, 8) == [(3, 2)]
-
-
-def test_each_bin_of_lengths_has_an_experience_of_its_own():
-    cells = {_cell(0, 0, said(source, length)) for source in Source for length in range(2, 40)}
-    assert len(cells) == 2 * 9
-    assert [length_bin(length) for length in (1, 2, 7, 8, 11, 12, 15, 16, 99)] == [-1, 0, 5, 6, 6, 7, 7, 8, 8]
-    for source in Source:
-        chances = [said(source, length) for length in range(2, 40)]
-        assert chances == sorted(chances)
-        assert 0 < chances[0] < chances[-1] < 1
-
-
 def test_texts_do_not_run_into_each_other():
     texts = EarlierTexts(1)
     texts.add([1, 2, 3])
@@ -128,20 +104,6 @@ def test_a_long_text_is_forgotten_from_its_beginning():
     assert behind(drafter) == []
     drafter.begin(text[-20:-1])
     assert behind(drafter) == [(text[-1], 19)]
-
-
-def test_a_cursor_goes_on_when_generations_change():
-    texts, text = EarlierTexts(0.1), drawn(1, 100)
-    texts.add(text)
-    drafter = FromEarlierTexts(texts)
-    drafter.begin(text[:20])
-    generation, seed = texts._generation, 2
-    for later in range(2):
-        while texts._generation == generation + later:
-            texts.add(drawn(seed, 100))
-            seed += 1
-        assert behind(drafter) == ([(text[20], 20)] if later == 0 else [])
-        assert behind(drafter, text[20]) == ([(text[21], 21)] if later == 0 else [])
 
 
 def test_of_two_generations_the_longer_match_counts_and_of_equals_the_younger():

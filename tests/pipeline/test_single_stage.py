@@ -109,15 +109,6 @@ def test_tokens_that_were_rows_cost_no_pass(bench):
     assert (run.machine.asked, run.machine.foreseen) == (13, 13)
 
 
-def test_nothing_is_asked_where_nothing_is_guessed(bench):
-    ids = bench.prompt_ids(PROMPTS[3])
-    expected = bench.ordinary(ids, GREEDY).tokens
-    foresight = Foresight([*ids, *expected], 1.0, 0, bench.info.vocab_size)
-    run = SingleRun(bench, ids, GREEDY, foresight, policy=TakesTurns(0, 1))
-    assert run.to_the_end() == expected
-    assert (run.machine.asked, run.machine.layer_passes) == (0, 3 * 14)
-
-
 def test_a_successor_goes_on_behind_what_the_client_has(bench):
     ids = bench.prompt_ids(PROMPTS[3])
     expected = bench.ordinary(ids, GREEDY)

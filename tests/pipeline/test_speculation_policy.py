@@ -71,14 +71,6 @@ def test_another_kind_of_text_is_noticed():
     assert decoding.tokens(200)[1] < 1.1, "a way in use is left as soon as it takes longer"
 
 
-def test_one_stall_of_the_machine_changes_little():
-    decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 0.6})
-    decoding.tokens(200)
-    decoding.now += 500.0
-    decoding.policy.note(decoding.length)
-    assert decoding.tokens(200)[1] < 0.8
-
-
 def test_what_is_known_is_where_it_begins():
     assert Decoding(WAYS, {}, (1.0, 0.9, 1.3)).policy.guessing == REPETITIONS
     decoding = Decoding(WAYS, {NOTHING: 1.0, REPETITIONS: 1.0, EXITS: 1.3}, (1.0, 0.0, 1.3))

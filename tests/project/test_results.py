@@ -29,21 +29,6 @@ def make_stats(**changes: object) -> Stats:
     return Stats(**values | changes)
 
 
-@pytest.mark.parametrize(
-    ("hits", "expected"),
-    [
-        ([], (1,)),
-        ([True], (2,)),
-        ([False], (1, 1)),
-        ([True, True, False, True], (3, 2)),
-        ([False, False], (1, 1, 1)),
-        ([False, True, True], (1, 3)),
-    ],
-)
-def test_run_lengths(hits: list[bool], expected: tuple[int, ...]) -> None:
-    assert run_lengths(hits) == expected
-
-
 @given(st.lists(st.booleans(), max_size=200))
 def test_run_lengths_tell_exactly_which_tokens_were_hits(hits: list[bool]) -> None:
     lengths = run_lengths(hits)
