@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_files.capture import FILE
 from servers import TEMPLATE, Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
+FILE = Path(__file__).parents[1] / "real_files" / "requests.jsonl"
 LINES = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 
 SHORT = {"request_timeout_s": 0.05}
