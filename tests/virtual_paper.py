@@ -29,12 +29,8 @@ class Setting:
     k: int
     num_new_tokens: int
     times: Times = field(default_factory=Times)
-    jitter: float = 0.0
-    """Standard deviation of the random factor, with mean 1, of each layer's pass."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor on all work of a process, by rank; 0 is the main process."""
-    slow_links: Mapping[int, float] = field(default_factory=dict)
-    """Factor on the hop of messages from or to a process, by rank."""
     workers: int | None = None
     """Sub-processes, at most k; None is one for each candidate."""
     run_ahead: bool = True
@@ -75,8 +71,6 @@ class Simulated:
     """For entries that no sub-process delivered in time."""
     sub_layer_passes: tuple[int, ...]
     """Of each sub-process, d − d̄ for each candidate; Theorem 4.1 counts the last token's too, which needs none."""
-    sub_coherence_layer_passes: tuple[int, ...]
-    """Of each sub-process, for the prompt and after misses; Theorem 4.1 leaves them out."""
     stall_time: float
     """What the main process spent waiting for sub-processes."""
 
@@ -86,15 +80,15 @@ class Simulated:
         return self.main_layer_passes + sum(self.sub_layer_passes)
 
 
-def simulate(setting: Setting, winners: Sequence[int], seed: int = 0) -> Simulated:
+def simulate(setting: Setting, winners: Sequence[int]) -> Simulated:
     """Simulate one generation.
 
     `winners` holds, for each token that another one follows (ℓ − 1 of them), the rank of the candidate that is right
-    for the next one, or 0 where none is. The seed draws the jitter. Candidates are asked for always.
+    for the next one, or 0 where none is. Candidates are asked for always.
     """
-    network = VirtualNetwork(setting.times.hop, setting.slow_links)
-    main = _add_main(network, setting, seed)
-    subs = [_add_sub(network, setting, rank, winners, seed) for rank in _ranks(setting)]
+    network = VirtualNetwork(setting.times.hop, {})
+    main = _add_main(network, setting)
+    subs = [_add_sub(network, setting, rank, winners) for rank in _ranks(setting)]
     network.run()
     return _result(network, main, subs)
 
@@ -110,14 +104,12 @@ def draw_winners(setting: Setting, match_rate: float, generator: random.Random) 
 def simulate_runs(setting: Setting, match_rate: float, runs: int, seed: int = 0) -> list[Simulated]:
     """Simulate several generations whose hits are drawn at random with probability `match_rate` a token."""
     generator = random.Random(seed)
-    return [
-        simulate(setting, draw_winners(setting, match_rate, generator), generator.getrandbits(32)) for _ in range(runs)
-    ]
+    return [simulate(setting, draw_winners(setting, match_rate, generator)) for _ in range(runs)]
 
 
-def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProcess:
+def _add_main(network: VirtualNetwork, setting: Setting) -> MainProcess:
     params = SamplingParams(max_new_tokens=setting.num_new_tokens)
-    clock = _clock(setting, DECIDER, seed)
+    clock = _clock(setting, DECIDER)
     stage = VirtualStage(clock, setting.num_layers, setting.times.head)
     send, asked = partial(network.send, DECIDER), not setting.runs_ahead
     main = MainProcess(stage, setting.exit_layer, _ranks(setting), send, _begin(setting), asked)
@@ -126,8 +118,8 @@ def _add_main(network: VirtualNetwork, setting: Setting, seed: int) -> MainProce
     return main
 
 
-def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int], seed: int) -> _Sub:
-    clock = _clock(setting, rank, seed)
+def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequence[int]) -> _Sub:
+    clock = _clock(setting, rank)
     clock.now = network.hop_between(DECIDER, rank)  # it begins when the request reaches it
     stage = VirtualStage(clock, setting.num_layers - setting.exit_layer, width=setting.width_of(rank))
     head = VirtualExitHead(clock, setting.times.exit_head, winners)
@@ -141,9 +133,8 @@ def _add_sub(network: VirtualNetwork, setting: Setting, rank: int, winners: Sequ
     return sub
 
 
-def _clock(setting: Setting, rank: int, seed: int) -> Clock:
-    generator = random.Random(f"{seed}/{rank}")
-    return Clock(setting.times.layer, setting.slow.get(rank, 1.0), setting.jitter, generator)
+def _clock(setting: Setting, rank: int) -> Clock:
+    return Clock(setting.times.layer, setting.slow.get(rank, 1.0), 0.0, random.Random(0))
 
 
 def _ranks(setting: Setting) -> range:
@@ -165,6 +156,5 @@ def _result(network: VirtualNetwork, main: MainProcess, subs: Sequence[_Sub]) ->
         main_layer_passes=main.layer_passes,
         main_recomputed_layer_passes=main.recomputed_layer_passes,
         sub_layer_passes=tuple(sub.layer_passes for sub in subs),
-        sub_coherence_layer_passes=tuple(sub.coherence_layer_passes for sub in subs),
         stall_time=process.stalled,
     )

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 
 
@@ -16,10 +15,3 @@ def test_a_thread_stays_on_its_cores_while_the_block_lasts() -> None:
         assert assign_cores(2, 1) == [(), ()], "one core for two"
         raise KeyError
     assert os.sched_getaffinity(0) == before
-
-
-def test_without_cores_it_stays_where_it_is() -> None:
-    before = os.sched_getaffinity(0)
-    with on_cores(()):
-        assert os.sched_getaffinity(0) == before
-        assert available_cores() == len(before)

@@ -125,9 +125,6 @@ def test_a_last_message_is_continued(ordinary: OrdinaryDecoding) -> None:
     assert begun == ordinary.chat_prompt(history, CHATML, add_generation_prompt=True) != closed
 
 
-NAMES_TAKEN = ("messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt", "padding")
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -138,7 +135,10 @@ NAMES_TAKEN = ("messages", "conversation", "tools", "chat_template", "tokenize",
         ({"chat_template_kwargs": {5: 1}}, "chat_template_kwargs=.5"),
         ({"chat_template_kwargs": dict.fromkeys(map(str, range(201)))}, "chat_template_kwargs: 201 of them"),
         ({"chat_template_kwargs": {"x": json.loads("[" * 200 + "]" * 200)}}, "chat_template_kwargs: more than 64"),
-        *(({"chat_template_kwargs": {name: 1}}, f"kwargs: '{name}' is not") for name in (*NAMES_TAKEN, "bos_token")),
+        *(
+            ({"chat_template_kwargs": {name: 1}}, f"kwargs: '{name}' is not")
+            for name in ("messages", "tokenize", "bos_token")
+        ),
     ],
 )
 def test_what_is_no_templates_variable_is_refused(ordinary: OrdinaryDecoding, options: dict, told: str) -> None:

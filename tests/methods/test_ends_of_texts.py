@@ -1,6 +1,5 @@
 """Where texts end, with every way of decoding: chats at the tokenizer's end token too, and at stop texts with it."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from test_ways_in import WAYS
 from tokenizer_kinds import with_tokenizer
 
 from ppd_runtime import OrdinaryDecoding, open_method
-from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.results import GenerationResult
 
@@ -102,16 +100,6 @@ def test_a_servers_chats_end_there_and_its_completions_do_not(ending: Ending, tm
     counts = [answer["usage"]["completion_tokens"] for answer in (chat, going_on, stopped, other)]
     assert counts == [ending.at + 1, MOST, ending.at + 1, MOST]
     assert chat["choices"][0]["message"]["content"] == stopped["choices"][0]["text"]
-
-
-def test_chats_of_programs_with_an_event_loop_end_there(ending: Ending) -> None:
-    async def ask() -> list[GenerationResult]:
-        decoding = AsyncDecoding(OrdinaryDecoding(ending.folder, dtype="float32"))
-        results = await decoding.chat(MESSAGES, chat_template=TEMPLATE, max_new_tokens=MOST, n=2)
-        await decoding.close()
-        return results
-
-    assert [one.finish_reason for one in asyncio.run(ask())] == ["eos"] * 2
 
 
 def test_a_tokenizer_without_an_end_token_changes_nothing(ending: Ending) -> None:

@@ -128,24 +128,3 @@ def test_shared_noise_gives_ordinary_decodings_tokens(
 def test_greedily_both_rules_are_equality(seed: int, widths: list[int]) -> None:
     rules = [acceptance_rule(name, Sampler(SamplingParams(seed=seed))) for name in ACCEPTANCE_RULES]
     assert texts(rules[0], widths) == texts(rules[1], widths)
-
-
-def test_more_proposals_than_there_are_tokens() -> None:
-    for name in ACCEPTANCE_RULES:
-        rule = acceptance_rule(name, Sampler(SamplingParams(temperature=1.0)))
-        found = rule.propose(DRAFTER.logits(PROMPT), PROMPT, VOCABULARY + 3)
-        assert sorted(proposal.token for proposal in found) == list(range(VOCABULARY))
-
-
-def test_a_good_drafter_is_accepted() -> None:
-    """With the target for a drafter every token stays, under both rules."""
-    for name in ACCEPTANCE_RULES:
-        rule = acceptance_rule(name, Sampler(SamplingParams(temperature=1.0, seed=4)))
-        draft = Draft(PROMPT[-1])
-        text = list(PROMPT)
-        for node in range(3):
-            (proposal,) = rule.propose(TARGET.logits(text), text)
-            draft.add(proposal, node)
-            text.append(proposal.token)
-        verdict = rule.judge(draft, torch.stack([TARGET.logits([t]) for t in draft.tokens]), PROMPT)
-        assert verdict.path == (0, 1, 2, 3)

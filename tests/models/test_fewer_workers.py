@@ -1,39 +1,18 @@
 """Fewer sub-processes than candidates: siblings run as one pass are what separate passes are, up to rounding."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import build_model
 from pipeline_runs import GREEDY, PROMPTS, Bench, rehearsed
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
-from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import MISS, Candidate, HeadStart
 
-TOKENS = (5, 9, 200)
 ModelFolder = Callable[..., Path]
-
-
-def begun(stage: LayerRange, length: int) -> LayerRange:
-    """With a prompt of `length` tokens behind it, and room for the siblings and one token more."""
-    stage.begin(length + len(TOKENS))
-    stage.run(0, stage.num_layers, list(range(40, 40 + length)), 0)
-    return stage
-
-
-def test_an_emulated_device_takes_one_tokens_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = list[float]()
-    monkeypatch.setattr("ppd_runtime.models.stage.emulation._wait_until", ends.append)
-    model = build_model("llama", num_layers=4)
-    stage = begun(emulated(LayerRange(model), EmulatedDevice(layer_ms=100_000.0)), 5)
-    began = time.perf_counter()
-    stage.run_candidates(TOKENS, 5)
-    assert 400 <= max(ends) - began < 800
 
 
 @pytest.fixture(scope="module")

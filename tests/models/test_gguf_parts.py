@@ -39,15 +39,6 @@ def test_a_part_that_changes_changes_the_model(parts: list[Path], model_folder: 
     assert model_fingerprint(second) != model_fingerprint(first)
 
 
-def test_parts_of_few_bits_and_one_part(model_folder: ModelFolder, tmp_path: Path) -> None:
-    metadata, tensors = model_parts(model_folder("qwen2"), "Q8_0")
-    parts = write_parts(tmp_path, metadata, tensors, 2)
-    (alone,) = write_parts(tmp_path, metadata, tensors, 1)
-    whole = write_gguf(tmp_path / "whole.gguf", metadata, tensors)
-    prints = {model_fingerprint(describe(str(file))) for file in (parts[0], alone, whole)}
-    assert len(prints) == 1
-
-
 def refused(file: Path, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         describe(str(file))

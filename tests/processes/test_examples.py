@@ -59,6 +59,7 @@ def test_compiled_model(folder: Path, run: Callable[..., str]) -> None:
     assert text.endswith("same tokens: True\n")
 
 
+@nightly
 def test_same_text_three_layouts(run: Callable[..., str]) -> None:
     lines = run("same_text_three_layouts.py", "11").splitlines()
     texts = {line.split(": ", 1)[1] for line in lines[:3]}

@@ -299,7 +299,6 @@ def test_what_chats_and_tokens_get_wrong_is_told_with_its_field(server: Running)
     [
         [],
         "hi",
-        [{"role": "robot", "content": "a"}],
         [{"role": "user"}],
         [{"role": "user", "content": [{"type": "image_url"}]}],
     ],
