@@ -20,9 +20,11 @@ import transformers
 from models_for_tests import build_tokenizer, save_model
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.launch import startup
+from ppd_runtime.client import request
+from ppd_runtime.launch import startup, supervisor
 from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.pipeline.speculation_policy import QuickestGuessing
+from ppd_runtime.pipeline.staged import last_stage
 
 _MAY_HAVE_WHOLE_MODEL = startup.may_have_whole_model
 
@@ -127,3 +129,17 @@ def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000, 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a lost message does not wait long, and workers that keep dying do not end a request."""
+    monkeypatch.setattr(request, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(request, "_CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(request, "_LONGEST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(request, "_REPORT_DEADLINE_S", 0.05)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(last_stage, "_FIRST_S", 0.05)
+    monkeypatch.setattr(last_stage, "_LEAST_S", 0.02)
+    monkeypatch.setattr(last_stage, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(last_stage, "_PASSES", 16)

@@ -16,9 +16,7 @@ from seeds import SEED
 from torch import Tensor
 from ways import LAYOUTS, LOCAL, METHODS, PROMPT, WAYS
 
-import ppd_runtime.client.request
 import ppd_runtime.launch.startup
-import ppd_runtime.pipeline.staged.last_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RequestError, open_method
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.verification import RejectionSampling, SharedNoise
@@ -72,17 +70,6 @@ def ways(damaged: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     """All ways for that model."""
     adapter = make_adapter(tmp_path_factory.mktemp("parts") / "adapter", Path(damaged), 2)
     return {**WAYS, KANGAROO: {"method": KANGAROO, "adapter": adapter.folder, "threshold": 0.05}}
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a lost message does not wait long."""
-    monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.client.request, "_CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)
-    monkeypatch.setattr(ppd_runtime.client.request, "_REPORT_DEADLINE_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_FIRST_S", 0.2)
-    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_LEAST_S", 0.1)
 
 
 @pytest.fixture(autouse=True)

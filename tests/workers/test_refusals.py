@@ -14,9 +14,6 @@ from commands import refused
 from models_for_tests import build_tokenizer, save_model
 from ways import LAYOUTS, PROMPT, WAYS
 
-import ppd_runtime.client.request
-import ppd_runtime.launch.startup
-import ppd_runtime.pipeline.staged.last_stage
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RequestError, SamplingParams, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.models.checkpoint.description import describe
@@ -49,17 +46,6 @@ def expected(folder: Path) -> tuple[int, ...]:
     """The text behind `PROMPT`."""
     ordinary = OrdinaryDecoding(str(folder), dtype="float32")
     return ordinary.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a lost message does not wait long."""
-    monkeypatch.setattr(ppd_runtime.client.request, "_ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.client.request, "_CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(ppd_runtime.client.request, "_LONGEST_PATIENCE_S", 0.2)
-    monkeypatch.setattr(ppd_runtime.client.request, "_REPORT_DEADLINE_S", 0.05)
-    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_FIRST_S", 0.2)
-    monkeypatch.setattr(ppd_runtime.pipeline.staged.last_stage, "_LEAST_S", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +152,9 @@ LOST = [
 ]
 
 
+@pytest.mark.parametrize("again_and_again", [False, True])
 @pytest.mark.parametrize(("layout", "kind", "change", "words"), LOST)
-def test_what_is_refused_once_is_sent_again(
+def test_what_is_refused_is_sent_again_and_in_the_end_ends_its_request(
     folder: Path,
     expected: tuple[int, ...],
     hurried: None,
@@ -176,32 +163,17 @@ def test_what_is_refused_once_is_sent_again(
     kind: type[Message],
     change: Any,
     words: str,
+    again_and_again: bool,
 ) -> None:
-    mangled = Mangled(monkeypatch, kind, 2, change)
+    mangled = Mangled(monkeypatch, kind, math.inf if again_and_again else 2, change)
     with PPDRuntime(str(folder), dtype="float32", **LAYOUTS[layout]) as runtime:
+        if again_and_again:
+            with pytest.raises(RequestError, match=words):
+                runtime.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+            mangled.left = 0
         result = runtime.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
         assert result.token_ids == expected[:20]
         assert not mangled.left
-
-
-@pytest.mark.parametrize(("layout", "kind", "change", "words"), LOST)
-def test_what_is_refused_again_and_again_ends_the_request(
-    folder: Path,
-    expected: tuple[int, ...],
-    hurried: None,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    kind: type[Message],
-    change: Any,
-    words: str,
-) -> None:
-    mangled = Mangled(monkeypatch, kind, math.inf, change)
-    with PPDRuntime(str(folder), dtype="float32", **LAYOUTS[layout]) as runtime:
-        with pytest.raises(RequestError, match=words):
-            runtime.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
-        mangled.left = 0
-        result = runtime.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
-        assert result.token_ids == expected[:20]
         assert runtime.restarts == 0
 
 
