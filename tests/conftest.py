@@ -131,6 +131,12 @@ def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
 
 
+@pytest.fixture(scope="session")
+def folder(model_folder: Callable[..., Path]) -> str:
+    """A small model's, for tests that need no other."""
+    return str(model_folder("llama", num_layers=4))
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a lost message does not wait long, and workers that keep dying do not end a request."""

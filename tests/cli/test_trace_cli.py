@@ -14,12 +14,6 @@ GENERATE = ("generate", "The quick")
 NOWHERE = (*GENERATE, "--model", "no/such/model")
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 @pytest.mark.parametrize(
     "layout",
     [("--method", "autoregressive"), ("--transport", "local", "--k", 1), ("--transport", "local", "--stages", 3)],

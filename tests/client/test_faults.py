@@ -39,12 +39,6 @@ MISHAPS = {
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def ordinary(folder):
     """The oracle."""
     return OrdinaryDecoding(folder)

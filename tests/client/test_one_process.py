@@ -16,12 +16,6 @@ ONE_IS_QUICKER, STAGES_ARE_QUICKER = (0.01, 0.01, 0.01, 0.001), (0.01, 0.01, 0.0
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def ordinary(folder):
     """The oracle."""
     return OrdinaryDecoding(folder)

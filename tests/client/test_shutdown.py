@@ -13,12 +13,6 @@ from ppd_runtime.client.shutdown import ShutdownGuard
 PROMPT = [5, 9, 200, 31]
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 @pytest.fixture
 def runtime(folder):
     """On threads, where a call that waits for somebody who is gone would wait for ever."""

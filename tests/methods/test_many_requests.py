@@ -26,11 +26,6 @@ PROMPT = [5, 9, 200, 31]
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Callable[..., Path]) -> str:
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def ordinary(folder: str) -> OrdinaryDecoding:
     return OrdinaryDecoding(folder, dtype="float32")
 

@@ -1,6 +1,5 @@
 """What GGUF files' tokenizers make of texts: how each pre-tokenizer cuts them, and what special tokens do."""
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def spelt(text: str) -> str:
     return "".join(word for word, _ in to_bytes.pre_tokenize_str(text))
 
 
-@pytest.mark.parametrize(("names", "cuts"), itertools.batched(CUT.split("\n")[1:-1], 2))
+@pytest.mark.parametrize(("names", "cuts"), zip(CUT.split("\n")[1::2], CUT.split("\n")[2::2], strict=False))
 def test_a_text_is_cut_into_words(names: str, cuts: str) -> None:
     for text, cut in zip(TEXTS, cuts.replace(r"\n", "\n").split("¦"), strict=True):
         bytes_alone = "Â²" if names == "falcon" else ""
@@ -76,7 +75,7 @@ def test_a_text_is_cut_into_words(names: str, cuts: str) -> None:
 
 
 def test_every_name_is_tried() -> None:
-    assert sorted(" ".join(CUT.split("\n")[1:-1:2]).split()) == sorted(WORDS)
+    assert sorted(" ".join(CUT.split("\n")[1::2]).split()) == sorted(WORDS)
 
 
 def built(folder: Path, metadata: Mapping[str, object], architecture: str = "llama") -> PreTrainedTokenizerFast:

@@ -29,12 +29,6 @@ SAMPLED = {"temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1, "seed": 4
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A model of four layers and 300 tokens."""
-    return model_folder("llama", num_layers=4)
-
-
-@pytest.fixture(scope="module")
 def heads(tmp_path_factory, folder):
     """A folder of heads for layers 1 and 3, one of each kind."""
     place = tmp_path_factory.mktemp("heads")

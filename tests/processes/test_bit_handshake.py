@@ -23,12 +23,6 @@ OTHER = {"ATEN_CPU_CAPABILITY": "default"}
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def with_others():
     """Starts workers that compute with other instructions: their fork server has chosen them in its environment."""
     with pytest.MonkeyPatch.context() as patch:

@@ -19,12 +19,6 @@ def run(*arguments, **options):
     return subprocess.run([*PPD, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 def read_in(*words: str) -> set[str]:
     """The modules that a call of `ppd` has imported when it ends."""
     code = f"""

@@ -118,12 +118,6 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def arguments(folder):
     """What every job here is given."""
     options = {"model": folder, "k": 1, "dtype": "float32", **SETTINGS}

@@ -28,12 +28,6 @@ with compiler_apart():
 NOT_FORKED = "import ppd_runtime.launch.processes as launch; launch.can_fork = lambda: False\n"
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder: Callable[..., Path]) -> str:
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
     """Runs a program, whose folder is another, in the hostile folder: what it prints."""

@@ -98,12 +98,6 @@ COMMAND = [sys.executable, "-m", "ppd_runtime.cli.entry", "generate", "import os
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     """The oracle's text."""
     return list(OrdinaryDecoding(folder, dtype="float32").generate(PROMPT, max_new_tokens=12).token_ids)

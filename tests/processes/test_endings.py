@@ -14,12 +14,6 @@ FAULTS = int(os.environ.get("PPD_FAULTS", "0"))
 """How often a program is ended at a random moment, if more often than by default."""
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 def workers(program):
     """Its main process and sub-processes."""
     found = []

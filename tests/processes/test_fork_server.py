@@ -64,12 +64,6 @@ tell(zombies())
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     """The oracle's text."""
     return OrdinaryDecoding(folder).generate(PROMPT, **SETTINGS).token_ids

@@ -33,12 +33,6 @@ PROMPT = [5, 9, 200, 31]
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     """The oracle's text."""
     return OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=300).token_ids

@@ -23,12 +23,6 @@ PROMPT = [5, 9, 200, 31]
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
-@pytest.fixture(scope="module")
 def ordinary(folder):
     """The oracle for it."""
     return OrdinaryDecoding(folder)

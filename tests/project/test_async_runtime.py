@@ -15,12 +15,7 @@ SAMPLED = {"max_new_tokens": 6, "temperature": 1, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder) -> Path:
-    return model_folder("llama", num_layers=2)
-
-
-@pytest.fixture(scope="module")
-def ordinary(folder: Path) -> Iterator[OrdinaryDecoding]:
+def ordinary(folder: str) -> Iterator[OrdinaryDecoding]:
     with OrdinaryDecoding(folder, dtype="float32") as found:
         yield found
 
@@ -56,7 +51,7 @@ def test_a_chat_is_its_templates_text_continued(ordinary: OrdinaryDecoding, tmp_
             ordinary.chat(wrong, chat_template=TEMPLATE)
 
 
-def test_a_generation_is_cancelled_from_another_thread(folder: Path) -> None:
+def test_a_generation_is_cancelled_from_another_thread(folder: str) -> None:
     stepwise = Stepwise(folder)
     stream = stepwise.stream("a", max_new_tokens=500, ignore_eos=True)
     next(stream)
@@ -65,7 +60,7 @@ def test_a_generation_is_cancelled_from_another_thread(folder: Path) -> None:
     assert stream.result.finish_reason == "cancelled"
 
 
-def test_a_loop_streams_and_generates(folder: Path, ordinary: OrdinaryDecoding) -> None:
+def test_a_loop_streams_and_generates(folder: str, ordinary: OrdinaryDecoding) -> None:
     async def run() -> tuple[list[int], tuple[int, ...], list[tuple[int, ...]]]:
         async with AsyncPPDRuntime(folder, k=1, transport="local", dtype="float32") as runtime:
             stream = runtime.stream("a", **SAMPLED)
@@ -78,7 +73,7 @@ def test_a_loop_streams_and_generates(folder: Path, ordinary: OrdinaryDecoding) 
     assert tuple(events) == result == many[0]
 
 
-def test_a_cancelled_task_ends_its_request_and_no_other(folder: Path) -> None:
+def test_a_cancelled_task_ends_its_request_and_no_other(folder: str) -> None:
     stepwise = Stepwise(folder)
 
     async def run() -> int:
@@ -102,7 +97,7 @@ def test_a_cancelled_task_ends_its_request_and_no_other(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("leaves", ["cancelled", "breaks"])
-def test_a_stream_that_nobody_reads_any_more_ends(folder: Path, leaves: str) -> None:
+def test_a_stream_that_nobody_reads_any_more_ends(folder: str, leaves: str) -> None:
     stepwise = Stepwise(folder)
 
     async def read(decoding: AsyncDecoding[Stepwise], begun: asyncio.Event) -> None:

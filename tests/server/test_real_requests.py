@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import TEMPLATE, Running, running
+from servers import Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -18,9 +18,7 @@ SHORT = {"request_timeout_s": 0.05}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template: Path = tmp_path_factory.mktemp("templates") / "chat.jinja"
-    template.write_text(TEMPLATE)
+def server(template: Path) -> Iterator[Running]:
     with running(OrdinaryDecoding("demo"), chat_template=template, served_model_name="tiny", **SHORT) as found:
         yield found
 

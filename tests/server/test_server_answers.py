@@ -6,24 +6,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from servers import DEADLINE_S, TEMPLATE, Running, running
+from servers import DEADLINE_S, Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
 PROMPT = "import os and then"
-
-
-@pytest.fixture(scope="module")
-def ordinary(model_folder) -> OrdinaryDecoding:
-    return OrdinaryDecoding(model_folder("llama", num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def server(ordinary: OrdinaryDecoding, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template = tmp_path_factory.mktemp("templates") / "chat.jinja"
-    template.write_text(TEMPLATE)
-    with running(ordinary, chat_template=template, served_model_name="tiny") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

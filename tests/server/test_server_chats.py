@@ -31,11 +31,6 @@ HISTORY = [
 
 
 @pytest.fixture(scope="module")
-def ordinary(model_folder) -> OrdinaryDecoding:
-    return OrdinaryDecoding(model_folder("llama", num_layers=2))
-
-
-@pytest.fixture(scope="module")
 def server(ordinary: OrdinaryDecoding, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("templates") / "chat.jinja"
     template.write_text(TEMPLATE)

@@ -34,11 +34,6 @@ KEY = "sk-Secret.1"
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder) -> Path:
-    return model_folder("llama", num_layers=2)
-
-
-@pytest.fixture(scope="module")
 def locked(folder: Path) -> Iterator[Running]:
     """A server with a key and small limits."""
     with running(OrdinaryDecoding(folder), key=KEY, max_body_mib=1, cors_origin=("https://example.org",)) as found:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import DEADLINE_S, TEMPLATE, Stepwise, running
+from servers import DEADLINE_S, Stepwise, running
 from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding
@@ -24,11 +24,6 @@ from ppd_runtime.server.completions import Service
 from ppd_runtime.server.settings import ServerSettings
 
 PROMPT = "import os and then"
-
-
-@pytest.fixture(scope="module")
-def folder(model_folder) -> Path:
-    return model_folder("llama", num_layers=2)
 
 
 class Encoding(OrdinaryDecoding):
@@ -62,10 +57,8 @@ class Encoding(OrdinaryDecoding):
     ],
 )
 def test_a_long_prompt_keeps_nobody_waiting_and_has_its_room(
-    folder: Path, tmp_path: Path, path: str, body: dict, room: int
+    folder: Path, template: Path, path: str, body: dict, room: int
 ) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text(TEMPLATE)
     encoding = Encoding(folder)
     with running(encoding, chat_template=template) as server:
         answers: list[int] = []
@@ -99,9 +92,7 @@ class CutShort(OrdinaryDecoding):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_that_is_cut_short_has_all_of_its_text(folder: Path, tmp_path: Path, chat: bool) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text(TEMPLATE)
+def test_a_stream_that_is_cut_short_has_all_of_its_text(folder: Path, template: Path, chat: bool) -> None:
     expected = OrdinaryDecoding(folder).generate(f"user: {PROMPT}\n", max_new_tokens=3).text
     given = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": f"user: {PROMPT}\n"}
     asked = {"max_tokens": 3, "temperature": 0, "stream": True, "stop": f"{expected} and no more", **given}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import TEMPLATE, running
+from servers import running
 from waiting import wait_until
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -95,13 +95,6 @@ def test_kept_prefixes_are_counted(model_folder: Callable[..., Path]) -> None:
 
 def chat(words: int = 1, **more: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": "a " * words}], "temperature": 0, "ignore_eos": True, **more}
-
-
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE)
-    return file
 
 
 def test_a_chat_without_max_tokens_gets_what_fits(model_folder: Callable[..., Path], template: Path) -> None:

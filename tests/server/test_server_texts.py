@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models_for_tests import END, END_ID, build_model, build_tokenizer
-from servers import TEMPLATE, Running, running
+from servers import Running, running
 from test_token_texts import content_of
 from tokenizer_kinds import with_tokenizer
 from tokenizers import processors
@@ -17,19 +17,6 @@ from ppd_runtime import OrdinaryDecoding
 
 FOX = "🦊"
 LINE_ENDS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\r\n"
-
-
-@pytest.fixture(scope="module")
-def ordinary(model_folder) -> OrdinaryDecoding:
-    return OrdinaryDecoding(model_folder("llama", num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def server(ordinary: OrdinaryDecoding, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template = tmp_path_factory.mktemp("templates") / "chat.jinja"
-    template.write_text(TEMPLATE)
-    with running(ordinary, chat_template=template) as found:
-        yield found
 
 
 def chat(server: Running, **settings: object) -> dict:

@@ -14,12 +14,6 @@ from ppd_runtime.tracing.spans import Kind
 PROMPT = [5, 9, 200, 31]
 
 
-@pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=4))
-
-
 def assert_whole(stats):
     for ledger, seconds in ((stats.ledger, stats.latency_s), (stats.first_token_ledger, stats.time_to_first_token_s)):
         assert ledger.total_s == pytest.approx(seconds, rel=0.03)

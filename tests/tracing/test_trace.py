@@ -25,12 +25,6 @@ NUM_TOKENS, NUM_LAYERS = 20, 4
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder):
-    """A small model."""
-    return str(model_folder("llama", num_layers=NUM_LAYERS))
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     """The oracle's result, without a trace."""
     return OrdinaryDecoding(folder).generate(PROMPT, max_new_tokens=NUM_TOKENS, ignore_eos=True)
