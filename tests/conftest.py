@@ -20,6 +20,7 @@ import transformers
 from models_for_tests import build_tokenizer, save_model
 from transformers import PreTrainedTokenizerBase
 
+from ppd_runtime import OrdinaryDecoding
 from ppd_runtime.client import request
 from ppd_runtime.launch import startup, supervisor
 from ppd_runtime.launch.guessing_times import GuessingTimes
@@ -135,6 +136,12 @@ def gpu_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(model_folder: Callable[..., Path]) -> str:
     """A small model's, for tests that need no other."""
     return str(model_folder("llama", num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder: str) -> OrdinaryDecoding:
+    """The oracle for it."""
+    return OrdinaryDecoding(folder)
 
 
 @pytest.fixture

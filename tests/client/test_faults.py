@@ -14,7 +14,7 @@ from seeds import SEED
 
 import ppd_runtime.launch.startup
 import ppd_runtime.workers.roles
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime import PPDRuntime
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
 LEAST_REQUESTS, LEAST_STAGED = 4, 2
@@ -36,12 +36,6 @@ MISHAPS = {
         "stopped": 0.001, "raised": 0.001,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ordinary(folder):
-    """The oracle."""
-    return OrdinaryDecoding(folder)
 
 
 PAPER = [

@@ -8,17 +8,11 @@ from chaos import Fate, chaos
 from seeds import SEED
 
 import ppd_runtime.launch.startup
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime import PPDRuntime
 
 PROMPT = [5, 9, 200, 31]
 LAYOUT = {"stages": 3, "transport": "local", "dtype": "float32"}
 ONE_IS_QUICKER, STAGES_ARE_QUICKER = (0.01, 0.01, 0.01, 0.001), (0.01, 0.01, 0.001, 0.01)
-
-
-@pytest.fixture(scope="module")
-def ordinary(folder):
-    """The oracle."""
-    return OrdinaryDecoding(folder)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 3}, {"logprobs": 2}])

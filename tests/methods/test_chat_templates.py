@@ -31,11 +31,6 @@ CHATML = (
 """As SmolLM2's and many others': it adds contents to texts."""
 
 
-@pytest.fixture(scope="module")
-def ordinary(model_folder) -> OrdinaryDecoding:
-    return OrdinaryDecoding(model_folder("llama", num_layers=2))
-
-
 def of_transformers(ordinary: OrdinaryDecoding, messages: list, template: str, **settings) -> str:
     asked = {"add_generation_prompt": True, **settings}
     return ordinary.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **asked)

@@ -15,17 +15,11 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
 import ppd_runtime.launch.ray.workers
-from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime import PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 
 PROMPT = [5, 9, 200, 31]
-
-
-@pytest.fixture(scope="module")
-def ordinary(folder):
-    """The oracle for it."""
-    return OrdinaryDecoding(folder)
 
 
 @pytest.fixture(scope="module", params=["threads", "ray", "processes"])

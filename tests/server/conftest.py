@@ -22,11 +22,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ordinary(folder: Path) -> OrdinaryDecoding:
-    return OrdinaryDecoding(folder)
-
-
-@pytest.fixture(scope="module")
 def server(ordinary: OrdinaryDecoding, template: Path) -> Iterator[Running]:
     with running(ordinary, chat_template=template, served_model_name="tiny") as found:
         yield found
