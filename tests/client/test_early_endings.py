@@ -58,7 +58,7 @@ def check_part(generator: TextGenerator, result: object, expected: tuple[int, ..
     assert (after.token_ids, after.finish_reason) == (expected[:20], "length")
 
 
-@pytest.mark.parametrize(("method", "live"), zip(WAYS, (False, True, False, True), strict=True), indirect=["method"])
+@pytest.mark.parametrize(("method", "live"), [*zip(WAYS, (False, True, False, True), strict=True)], indirect=["method"])
 def test_a_request_whose_time_is_up_ends_with_what_there_is(
     method: TextGenerator, expected: tuple[int, ...], live: bool
 ) -> None:

@@ -65,7 +65,7 @@ def spelt(text: str) -> str:
     return "".join(word for word, _ in to_bytes.pre_tokenize_str(text))
 
 
-@pytest.mark.parametrize(("names", "cuts"), zip(CUT.split("\n")[1::2], CUT.split("\n")[2::2], strict=False))
+@pytest.mark.parametrize(("names", "cuts"), list(zip(CUT.split("\n")[1::2], CUT.split("\n")[2::2], strict=False)))
 def test_a_text_is_cut_into_words(names: str, cuts: str) -> None:
     for text, cut in zip(TEXTS, cuts.replace(r"\n", "\n").split("¦"), strict=True):
         bytes_alone = "Â²" if names == "falcon" else ""
