@@ -19,12 +19,14 @@ with contextlib.suppress(SystemExit):
 OTHERS = """
 from ppd_runtime.launch.ray.session import _probe
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.supported_vec_isa_list[:] = cpu_vec_isa.supported_vec_isa_list[3:]  # each costs a compiler's run of seconds
 with contextlib.suppress(RuntimeError):  # where no Ray runs here
     _probe("auto")
 with compiler_apart():
     print("compiling")
 """
-"""Starts what asks a cluster, and what looks for the CPU's instructions."""
+"""Starts what asks a cluster, and what looks for the CPU's instructions: AVX2 of them, or ARM's."""
 NOT_FORKED = "import ppd_runtime.launch.processes as launch; launch.can_fork = lambda: False\n"
 
 
