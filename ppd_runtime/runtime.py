@@ -32,9 +32,10 @@ from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Live
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.settings.config import TRANSPORTS, UNSET, RuntimeConfig, runtime_config
+from ppd_runtime.settings.config import UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.settings.fields import takes_settings
 from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, StagedLayout
+from ppd_runtime.settings.placement import TRANSPORTS
 from ppd_runtime.tracing.trace import Trace
 from ppd_runtime.transport.network import check_interface
 from ppd_runtime.transport.sockets import check_collective

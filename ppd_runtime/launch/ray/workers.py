@@ -25,8 +25,9 @@ from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
 from ppd_runtime.launch.worker_specs import all_code_kinds
 from ppd_runtime.models.compiling import wants_code
-from ppd_runtime.settings.config import TRANSPORTS, RuntimeConfig
+from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.settings.layouts import CLIENT, DECIDER, StagedLayout
+from ppd_runtime.settings.placement import TRANSPORTS
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.sockets import choose_transport, make_networks, open_endpoint
