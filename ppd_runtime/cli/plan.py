@@ -11,7 +11,8 @@ from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.outputs import check_outputs, give_json
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.checks import check_number
-from ppd_runtime.settings.config import SHARED, in_process_config
+from ppd_runtime.settings.config import RuntimeConfig, in_process_config
+from ppd_runtime.settings.fields import summary
 from ppd_runtime.tune.device_plan import Given, plan_devices
 from ppd_runtime.tune.tables import plain_table
 
@@ -28,7 +29,7 @@ def plan(
     model: options.Model = "demo",
     prompts: options.Prompts = "demo",
     seconds: Annotated[float, typer.Option(help="Run each layout so long, in turn with ordinary decoding.")] = 8.0,
-    exit_head: options.ExitHead = SHARED,
+    exit_head: Annotated[str | None, typer.Option(help=summary(RuntimeConfig, "exit_head"))] = None,
     *,
     elsewhere: Settings,
     sampling: Settings,
@@ -39,9 +40,9 @@ def plan(
 ) -> None:
     """Run each layout that fits this machine on real text, rank them by speed, and advise one or none.
 
-    Layouts are ordinary decoding with twice the threads, the paper's with k=1 and k=3, and stages, as far as there is a
-    CPU core or a GPU for each process. Each runs in turn with ordinary decoding. Prompts are user's messages where the
-    model has a chat template.
+    Layouts are ordinary decoding with more threads, one stage, the paper's with k=1 and k=3, and stages, as far as
+    there is a CPU core or a GPU for each process. Each runs in turn with ordinary decoding. Prompts are user's messages
+    where the model has a chat template.
 
     With --devices no layout runs: formulas predict its time from those of a layer, a head and a message, and from match
     rates, all of which are given.
@@ -54,7 +55,7 @@ def plan(
         params = SamplingParams(**sampling)
         if given.devices is None:
             planned = _measured(model, prompts, limit, params, seconds, exit_head, place)
-        elif exit_head != SHARED:
+        elif exit_head is not None:
             told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
             raise ValueError(f"{told}, give them as --match-rates instead")
         else:
@@ -66,7 +67,13 @@ def plan(
 
 
 def _measured(
-    model: str, prompts: str, limit: int | None, params: SamplingParams, seconds: float, exit_head: str, place: Settings
+    model: str,
+    prompts: str,
+    limit: int | None,
+    params: SamplingParams,
+    seconds: float,
+    exit_head: str | None,
+    place: Settings,
 ) -> "Plan":
     from ppd_runtime.tune.plan import plan_here
     from ppd_runtime.tune.subject import loaded

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
@@ -24,14 +25,14 @@ class Layout:
 
     name: str
     settings: dict[str, Any]
-    """Its own settings of `RuntimeConfig`, by the names of `ppd generate`'s options; `threads` are ordinary
+    """Its own settings of `RuntimeConfig`, by the names of `ppd generate`'s options; `threads` alone are ordinary
     decoding's."""
     processes: int = 1
 
     @property
     def command(self) -> str:
         """The options that ask `ppd generate` for it."""
-        method = "--method autoregressive " if self.processes == 1 else ""
+        method = "" if self.settings.keys() & {"k", "stages"} else "--method autoregressive "
         return method + " ".join(f"--{name} {value}" for name, value in self.settings.items())
 
 
@@ -74,13 +75,26 @@ class LayoutFigures:
 def fitting(devices: int, num_layers: int, threads: int, on_cpu: bool) -> list[Layout]:
     """The layouts for which there is a device for each process: a GPU, or `threads` CPU cores.
 
-    On CPUs ordinary decoding can have the cores of a second process instead.
+    On CPUs ordinary decoding can have the cores of several processes instead, which come first: doubled, up to all.
     """
-    layouts = [Layout(f"{2 * threads} threads", {"threads": 2 * threads})] if on_cpu and devices >= 2 else []
+    doubled = takewhile(lambda number: number < devices, (2**power for power in count(1)))
+    shares = [*doubled, devices] if on_cpu and devices > 1 else []
+    layouts = [Layout(f"{share * threads} threads", {"threads": share * threads}) for share in shares]
     if num_layers < 2:
         return layouts
+    layouts += [Layout("one stage", {"stages": 1, "threads": threads})]
     layouts += [Layout(f"k={k}", {"k": k}, k + 1) for k in _CANDIDATES if k + 1 <= devices]
     return layouts + [Layout(f"{n} stages", {"stages": n}, n) for n in _STAGES if n <= min(devices, num_layers)]
+
+
+def with_best_threads(layout: Layout, rows: Sequence["LayoutFigures"]) -> Layout:
+    """One stage with the threads that ordinary decoding is the fastest with; other layouts as they are."""
+    if layout.settings.get("stages") != 1:
+        return layout
+    best = max((row for row in rows if row.speedup > 1), key=lambda row: row.speedup, default=None)
+    threads = best.layout.settings["threads"] if best else layout.settings["threads"]
+    name = "one stage" if threads == 1 else f"one stage, {threads} threads"
+    return Layout(name, {"stages": 1, "threads": threads})
 
 
 @contextmanager
@@ -88,15 +102,14 @@ def opened(layout: Layout, ordinary: OrdinaryDecoding, **others: Any) -> Iterato
     """The layout at work, with the model, number format, device and code of `ordinary`, and other settings."""
     config = ordinary.config
     shared = {name: getattr(config, name) for name in SHARED_SETTINGS} | {"dtype": ordinary.dtype}
-    if layout.processes == 1:
-        with OrdinaryDecoding(**shared, **layout.settings) as way:
-            yield way
-    else:
-        threads = config.threads_per_worker
-        with PPDRuntime(
-            **shared, threads_per_worker=threads, **without_earlier_texts(layout.settings), **others
-        ) as runtime:
+    own = without_earlier_texts(layout.settings)
+    threads = own.pop("threads", config.threads_per_worker)
+    if own:
+        with PPDRuntime(**shared, threads_per_worker=threads, **own, **others) as runtime:
             yield runtime
+    else:
+        with OrdinaryDecoding(**shared, threads=threads) as way:
+            yield way
 
 
 def measured(layout: Layout, generator: Generator, subject: Subject, seconds: float) -> LayoutFigures:

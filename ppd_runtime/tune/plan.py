@@ -8,8 +8,8 @@ import torch
 
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
-from ppd_runtime.settings.config import ALL_FORMATS, SHARED
-from ppd_runtime.tune.layouts import HEADS, LayoutFigures, fitting, layout_rows, measured, opened
+from ppd_runtime.settings.config import ALL_FORMATS
+from ppd_runtime.tune.layouts import HEADS, LayoutFigures, fitting, layout_rows, measured, opened, with_best_threads
 from ppd_runtime.tune.machine_load import busy_note
 from ppd_runtime.tune.measured_on import machine
 from ppd_runtime.tune.subject import Subject
@@ -17,20 +17,23 @@ from ppd_runtime.tune.verdict import Candidate, Plan, verdict
 
 
 def plan_here(
-    subject: Subject, seconds: float, exit_head: str = SHARED, progress: Progress = lambda line: None
+    subject: Subject, seconds: float, exit_head: str | None = None, progress: Progress = lambda line: None
 ) -> Plan:
     """Run every layout that fits this machine in turn with ordinary decoding; one that cannot start is left out.
 
-    Every text has all its tokens: an end token would leave too few to time.
+    `exit_head` is the setting of layouts with several processes. Every text has all its tokens: an end token would
+    leave too few to time.
     """
     known = _conditions(subject, seconds, exit_head)
     subject = replace(subject, params=replace(subject.params, ignore_eos=True))
-    rows, left_out = [], {}
+    rows, left_out = list[LayoutFigures](), dict[str, str]()
     layouts = fitting(known["devices"], known["num_layers"], known["threads"], known["device"] == "cpu")
-    for number, layout in enumerate(layouts, start=1):
+    for number, fits in enumerate(layouts, start=1):
+        layout = with_best_threads(fits, rows)
         progress(f"measuring {layout.name} beside ordinary decoding, {number} of {len(layouts)}")
+        others: dict[str, Any] = {"launcher": "processes", "exit_head": exit_head} if layout.processes > 1 else {}
         try:
-            with opened(layout, subject.ordinary, launcher="processes", exit_head=exit_head) as way:
+            with opened(layout, subject.ordinary, **others) as way:
                 rows.append(measured(layout, way, subject, seconds))
         except (ValueError, RuntimeError) as error:
             left_out[layout.name] = " ".join(str(error).split())
@@ -55,7 +58,7 @@ def made_plan(known: Mapping[str, Any], rows: Sequence[LayoutFigures], left_out:
     return Plan(title, data, HEADS, layout_rows(ranked), found, tuple(_cautions(ranked, left_out)))
 
 
-def _conditions(subject: Subject, seconds: float, exit_head: str) -> dict[str, Any]:
+def _conditions(subject: Subject, seconds: float, exit_head: str | None) -> dict[str, Any]:
     ordinary, params = subject.ordinary, subject.params
     device, threads = ordinary.stage.device.type, ordinary.config.threads_per_worker
     return {
@@ -84,12 +87,13 @@ def _places(known: Mapping[str, Any]) -> str:
 
 
 def _candidate(known: Mapping[str, Any], row: LayoutFigures) -> Candidate:
-    head = f" --exit-head {known['exit_head']}" * (known["exit_head"] != SHARED and row.layout.processes > 1)
+    several = row.layout.processes > 1
+    head = f" --exit-head {known['exit_head']}" * (known["exit_head"] is not None and several)
     return Candidate(
         name=row.layout.name,
         ms_per_token=row.ms_per_token,
         speedup=row.speedup,
-        allowed_speedup=row.allowed_speedup,
+        allowed_speedup=row.allowed_speedup if several else None,  # processes cost each other nothing there
         surely_faster=row.speedup_low > 1,
         command=f"ppd generate --model {known['model']} {row.layout.command}{head}",
     )

@@ -8,7 +8,7 @@ import pytest
 
 from ppd_runtime.results import Stats
 from ppd_runtime.tune.compare import Pair, Text
-from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, layout_figures
+from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, layout_figures, with_best_threads
 from ppd_runtime.tune.plan import made_plan
 from ppd_runtime.tune.verdict import Candidate, verdict
 
@@ -55,12 +55,12 @@ def test_what_is_not_worth_it_is_not_advised(candidates: list[Candidate], reason
 @pytest.mark.parametrize(
     ("devices", "num_layers", "threads", "on_cpu", "names"),
     [
-        (1, 12, 1, True, []),
-        (1, 12, 1, False, []),
-        (2, 12, 1, True, ["2 threads", "k=1", "2 stages"]),
-        (2, 12, 1, False, ["k=1", "2 stages"]),
-        (4, 12, 2, True, ["4 threads", "k=1", "k=3", "2 stages", "3 stages", "4 stages"]),
-        (64, 3, 1, True, ["2 threads", "k=1", "k=3", "2 stages", "3 stages"]),
+        (1, 12, 1, True, ["one stage"]),
+        (1, 12, 1, False, ["one stage"]),
+        (2, 12, 1, True, ["2 threads", "one stage", "k=1", "2 stages"]),
+        (2, 12, 1, False, ["one stage", "k=1", "2 stages"]),
+        (4, 12, 2, True, ["4 threads", "8 threads", "one stage", "k=1", "k=3", "2 stages", "3 stages", "4 stages"]),
+        (6, 3, 1, True, ["2 threads", "4 threads", "6 threads", "one stage", "k=1", "k=3", "2 stages", "3 stages"]),
         (2, 1, 1, True, ["2 threads"]),
     ],
 )
@@ -73,9 +73,19 @@ def test_a_layout_fits_where_each_process_has_a_device(
 
 
 def test_a_layout_is_asked_for_by_its_options() -> None:
-    threads, *_, stages = fitting(2, 12, 1, True)
+    threads, one, *_, stages = fitting(2, 12, 1, True)
     assert threads.command == "--method autoregressive --threads 2"
+    assert one.command == "--stages 1 --threads 1"
     assert stages.command == "--stages 2"
+
+
+def test_one_stage_has_the_threads_that_ordinary_decoding_is_the_fastest_with() -> None:
+    one = Layout("one stage", {"stages": 1, "threads": 1})
+    assert with_best_threads(one, []) == with_best_threads(one, [measured("2 threads", 0.9, processes=1)]) == one
+    found = with_best_threads(one, [measured("2 threads", 1.5, processes=1)])
+    assert (found.name, found.settings) == ("one stage, 2 threads", {"stages": 1, "threads": 2})
+    stages = Layout("2 stages", {"stages": 2}, 2)
+    assert with_best_threads(stages, [measured("2 threads", 1.5, processes=1)]) is stages
 
 
 def pair(ordinary_s: float, own_s: float, equal: int = 11) -> Pair:
@@ -107,7 +117,7 @@ KNOWN = {
     "devices": 2,
     "device": "cpu",
     "threads": 1,
-    "exit_head": "shared",
+    "exit_head": None,
     "seconds": 8.0,
 }
 
