@@ -18,6 +18,7 @@ from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare
+from ppd_runtime.launch.found_layout import with_found_layout
 from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
@@ -48,9 +49,9 @@ logger = logging.getLogger(__name__)
 class PPDRuntime(TextGenerator):
     """Exact pipelined decoding: the tokens are ordinary decoding's, whatever k, exit layer, transport or timing.
 
-    Making one checks the settings; its workers start with `start`, on entering a `with` block, or with the first
-    call. It serves many calls: with `stages` `max_requests` at a time, else one; calls from other threads wait their
-    turn. Leaving the `with` block, or `close`, stops its workers for good.
+    Making one checks the settings, and measures for `layout="auto"` once; its workers start with `start`, on entering a
+    `with` block, or with the first call. It serves many calls: with `stages` `max_requests` at a time, else one; calls
+    from other threads wait their turn. Leaving the `with` block, or `close`, stops its workers for good.
 
     Args:
         settings: those of `RuntimeConfig` by name; its fields say what they are.
@@ -73,6 +74,13 @@ class PPDRuntime(TextGenerator):
         **settings: Any,
     ) -> None:
         self.config = runtime_config(config, settings if model is UNSET else {"model": model, **settings})
+        self.layout_found = ""
+        """With `layout="auto"`: a line on what it came to and why."""
+        if self.config.layout is not None:
+            if emulate is not None:
+                raise ValueError(f"emulate with layout={self.config.layout!r}, which times this machine: drop one")
+            self.config, self.layout_found = with_found_layout(self.config, progress or logger.info)
+            logger.info("%s", self.layout_found)
         self.launcher = choose_launcher(self.config)
         """What starts the workers, "threads", "processes" or "ray"; what "auto" came to."""
         _check_host(self.config)

@@ -14,10 +14,18 @@ from ppd_runtime.cli import options
 from ppd_runtime.cli.conversation import Conversation, Turn, with_system
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.generate import LAYOUT, figures, foreseen, own_settings, print_stream, show_progress, stages_of
+from ppd_runtime.cli.generate import (
+    LAYOUT,
+    figures,
+    foreseen,
+    opened,
+    own_settings,
+    print_stream,
+    show_progress,
+    stages_of,
+)
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.typed import is_terminal, typed_at_terminal, typed_lines
-from ppd_runtime.imports import quick_imports
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.settings.fields import summary
@@ -65,11 +73,8 @@ def chat(
     with one_line_errors(chat):
         SamplingParams(**sampling)
         model = named or model  # as all other commands have it
-        with quick_imports():
-            from ppd_runtime.methods.registry import open_method
-
         check_template(model, place.get("weights"), chat_template, system)
-        generator = open_method(model, method.value, **own, **place)
+        generator = opened(model, method, **own, **place)
         conversation = Conversation(generator, sampling, chat_template, system)
         with generator:
             show_progress("")

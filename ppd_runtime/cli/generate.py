@@ -106,13 +106,12 @@ def generate(
     own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(generate):
         with quick_imports():
-            from ppd_runtime.methods.registry import open_method
             from ppd_runtime.results import Live
 
         outputs.check()
         text = _read_prompt(prompt, prompt_file)
         params = SamplingParams(**sampling)
-        generator = open_method(model, method.value, **own, **place, trace=outputs.traced)
+        generator = opened(model, method, **own, **place, trace=outputs.traced)
         live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES
         generation = generator.request(text, params, live, add_special_tokens)
         result = _show(generation, generator, text, outputs, by_chance=params.seed == BY_CHANCE)
@@ -126,6 +125,18 @@ def own_settings(method: Method, exit_layer: int | None, *groups: Settings) -> S
     if exit_layer is not None:
         own["exit_layer"] = exit_layer
     return own | ({"progress": show_progress} if method is options.PPD else {})
+
+
+def opened(model: str, method: Method, **settings: Any) -> "TextGenerator":
+    """The method, not started yet; a line on stderr tells the layout that --layout auto came to."""
+    with quick_imports():
+        from ppd_runtime.methods.registry import open_method
+
+    generator = open_method(model, method.value, **settings)
+    if told := getattr(generator, "layout_found", ""):
+        show_progress("")
+        sys.stderr.write(f"{told}\n")
+    return generator
 
 
 def _show(

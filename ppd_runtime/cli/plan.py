@@ -1,5 +1,6 @@
 """`ppd plan`: which layout is the fastest here, measured, or on devices that are not here, by the formulas."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +43,7 @@ def plan(
 
     Layouts are ordinary decoding with more threads, one stage, the paper's with k=1 and k=3, and stages, as far as
     there is a CPU core or a GPU for each process. Each runs in turn with ordinary decoding. Prompts are user's messages
-    where the model has a chat template.
+    where the model has a chat template. What is advised is what --layout auto takes from then on.
 
     With --devices no layout runs: formulas predict its time from those of a layer, a head and a message, and from match
     rates, all of which are given.
@@ -75,7 +76,14 @@ def _measured(
     exit_head: str | None,
     place: Settings,
 ) -> "Plan":
+    from ppd_runtime.launch.found_layout import keep
     from ppd_runtime.tune.plan import plan_here
+    from ppd_runtime.tune.quick_plan import finding
     from ppd_runtime.tune.subject import loaded
 
-    return plan_here(loaded(model, prompts, limit, params, **place), seconds, exit_head, show_progress)
+    subject = loaded(model, prompts, limit, params, **place)
+    planned = plan_here(subject, seconds, exit_head, show_progress)
+    if planned.rows:
+        ordinary = subject.ordinary
+        keep(replace(ordinary.config, exit_head=exit_head), ordinary.info, finding(planned))
+    return planned

@@ -6,7 +6,7 @@ import sys
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
-from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, own_settings, show_progress
+from ppd_runtime.cli.generate import LAYOUT_PANEL, LAYOUT_SETTINGS, opened, own_settings, show_progress
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.imports import quick_imports
 from ppd_runtime.server.settings import ServerSettings
@@ -40,11 +40,10 @@ def serve(
     with one_line_errors(serve):
         check_installed()
         with quick_imports():
-            from ppd_runtime.methods.registry import open_method
             from ppd_runtime.server.run import Prepared, serve_prepared
 
         prepared = Prepared(ServerSettings(**server))
-        with open_method(model, method.value, **own, **place) as generator:
+        with opened(model, method, **own, **place) as generator:
             show_progress("")
             serve_prepared(generator, prepared, lambda: _tell(prepared.url, generator.info.name))
 

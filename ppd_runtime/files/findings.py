@@ -36,17 +36,30 @@ def note(kind: str, about: Mapping[str, Any], numbers: Sequence[float]) -> None:
         OSError: if they cannot be kept.
         ValueError: if they cannot.
     """
-    with atomic_file(_note_path(kind, about)) as path:
-        path.write_text(json.dumps({**about, "numbers": list(numbers)}, indent=2) + "\n")
+    note_values(kind, about, {"numbers": list(numbers)})
 
 
 def noted(kind: str, about: Mapping[str, Any]) -> tuple[float, ...]:
     """The numbers that were noted last for `about`; empty without readable ones."""
     try:
-        numbers = json.loads(_note_path(kind, about).read_text())["numbers"]
-        return tuple(float(number) for number in numbers)
-    except (OSError, ValueError, TypeError, KeyError):
+        return tuple(float(number) for number in noted_values(kind, about)["numbers"])
+    except (ValueError, TypeError, KeyError):
         return ()
+
+
+def note_values(kind: str, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Like `note`, for JSON values by name, which `noted_values` gives."""
+    with atomic_file(_note_path(kind, about)) as path:
+        path.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+
+
+def noted_values(kind: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that were noted last for `about`, beside its own; empty if they cannot be read."""
+    try:
+        found = json.loads(_note_path(kind, about).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _note_path(kind: str, about: Mapping[str, Any]) -> Path:

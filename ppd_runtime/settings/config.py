@@ -54,15 +54,30 @@ _NUMBERS = (  # least and most
     ("prefix_cache_tokens", 0, None),
     ("draft_memory_mb", 0, None),
 )
-_FOR_STAGES = (
+ROOM = ("max_requests", "max_cache_tokens", "prefix_cache_tokens", "draft_memory_mb")
+"""Settings of the staged layout alone, of how much it holds."""
+_FOR_STAGES = ("rows", "repetitions", *ROOM)
+"""Settings of the staged layout alone."""
+_CHOSEN = (
+    "k",
+    "stages",
+    "cuts",
     "rows",
     "repetitions",
-    "max_requests",
-    "max_cache_tokens",
-    "prefix_cache_tokens",
-    "draft_memory_mb",
+    "guess_vocab",
+    "exit_layer",
+    "workers",
+    "threads_per_worker",
+    "transport",
+    "launcher",
+    "ray_address",
+    "bind_interface",
+    "speculation",
+    "run_ahead",
+    "placement",
+    "gpus_per_worker",
 )
-"""Settings of the staged layout alone."""
+"""Settings that `layout` decides."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,11 @@ class RuntimeConfig(Placed):
     model: str = "demo"
     """A local folder, a GGUF file, a hub name (`name@revision` pins a commit), "demo" or "smollm2". The demo model is
     shipped; SmolLM2-135M-Instruct comes with the extra `smollm2`."""
+    layout: str | None = None
+    """auto: take the layout and threads that were the fastest here for this model, by measurement. The first start
+    measures them, for about a minute with a small model, and the finding is kept; `ppd plan` shows the figures and
+    measures again. Every setting that decides the layout or where it runs is refused beside it. In stages that it
+    chooses, `max_requests` and the other settings of their room hold."""
     k: int | None = None
     """Early candidates for each token, 3 by default; with `stages`, at each boundary, as many as suit its `rows`."""
     stages: int | None = None
@@ -180,7 +200,8 @@ class RuntimeConfig(Placed):
 
     def __post_init__(self) -> None:
         self._name_objects()
-        if self.k is None and self.stages is None and self.cuts is None:
+        self._check_layout()
+        if self.k is None and self.stages is None and self.cuts is None and self.layout is None:
             object.__setattr__(self, "k", USUAL_K)
         if self.k is not None:
             check_int("k", self.k, 1)
@@ -205,6 +226,21 @@ class RuntimeConfig(Placed):
         self._check_single_stage()
         self._check_network()
 
+    def _check_layout(self) -> None:
+        if self.layout is None:
+            return
+        check_choice("layout", self.layout, (AUTO,))
+        for name, value in self._given(_CHOSEN):
+            raise ValueError(f"{name}={value!r} with layout={self.layout!r}, which decides it: drop one")
+        if not isinstance(self.exit_head, str | None):
+            refused = f"exit_head={self.exit_head!r:.200} with layout={self.layout!r}"
+            raise ValueError(f"{refused}, which is measured in another process: give a folder, or drop one")
+
+    def _given(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+        """Those of the settings that are not as usual, with their values."""
+        usual = {field.name: field.default for field in fields(self)}
+        return ((name, value) for name in names if (value := getattr(self, name)) != usual[name])
+
     def _check_stages(self) -> None:
         for name, least, most in _NUMBERS:
             if (number := getattr(self, name)) is not None:
@@ -219,10 +255,8 @@ class RuntimeConfig(Placed):
             self._check_cuts()
         if self.stages is None:
             check_workers(self.num_candidates, self.workers)
-            usual = {field.name: field.default for field in fields(self)}
-            for name in _FOR_STAGES:
-                if (value := getattr(self, name)) != usual[name]:
-                    raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
+            for name, value in self._given(_FOR_STAGES if self.layout is None else ()):
+                raise ValueError(f"{name}={value}: is for the staged layout, give stages too or leave it out")
             return
         check_int("stages", self.stages, 1)
         for name in ("exit_layer", "workers"):
@@ -334,7 +368,7 @@ IN_PROCESS_SETTINGS: Mapping[str, str] = {
 
 def without_earlier_texts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a server or a measurement: unless it is asked for, no request gains by the text of an earlier one."""
-    return {"draft_memory_mb": 0, **settings} if settings.keys() & {"stages", "cuts"} else {**settings}
+    return {"draft_memory_mb": 0, **settings} if settings.keys() & {"stages", "cuts", "layout"} else {**settings}
 
 
 def runtime_config(config: RuntimeConfig | None, settings: Mapping[str, Any]) -> RuntimeConfig:

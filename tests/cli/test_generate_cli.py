@@ -65,6 +65,7 @@ OF_JOBS = {
     "draft_memory_mb",
 }
 JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
+    "layout",  # is measured on one host
     "launcher",  # a job's is Ray
     "ray_address",  # of the cluster that it runs on
     "run_ahead",
@@ -157,6 +158,9 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given:
         ("--method layerskip --num-speculations 0", "--num-speculations 0: give a whole number of at least 1"),
         ("--method layerskip --adaptive --stopping constant --probe x", "--probe x has no use with --stopping c"),
         ("--threads 4096", "--threads 4096: there are"),
+        ("--layout auto --stages 2", "--stages 2 with --layout auto, which decides it: drop one"),
+        ("--layout auto --threads 2", "--threads 2 with --layout auto, which decides it: drop one"),
+        ("--layout auto --exit-layer 2", "--exit-layer 2 with --layout auto, which decides it: drop one"),
         ("--dtype int8", "--dtype int8: choose one of"),
         ("--top-p 1.5", "--top-p 1.5: must be finite and in [0, 1]"),
         ("--seed -2", "--seed -2: must be at least -1"),
@@ -177,6 +181,7 @@ def test_mistakes_are_one_line(model_folder: Callable[..., Path], given: str, me
     [
         ({"stages": 2}, {"draft_memory_mb": 0, "stages": 2}),
         ({"cuts": "1,2", "draft_memory_mb": 8}, {"cuts": "1,2", "draft_memory_mb": 8}),
+        ({"layout": "auto"}, {"draft_memory_mb": 0, "layout": "auto"}),
         ({"k": 1}, {"k": 1}),
     ],
 )

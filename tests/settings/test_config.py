@@ -234,3 +234,34 @@ def test_places_that_cannot_be_are_refused(settings: dict[str, object], words: s
 )
 def test_documentation_names_the_defaults_that_hold(name: str, usual: int) -> None:
     assert f", {usual} by default" in documentation(RuntimeConfig)[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("k", 2),
+        ("stages", 2),
+        ("cuts", "3,6"),
+        ("rows", 4),
+        ("repetitions", False),
+        ("exit_layer", 3),
+        ("workers", 1),
+        ("threads_per_worker", 2),
+        ("transport", "zeromq"),
+        ("launcher", "ray"),
+        ("bind_interface", "10.0.0.1"),
+        ("speculation", "never"),
+    ],
+)
+def test_a_layout_that_is_found_leaves_nothing_to_say(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} with layout='auto', which decides it: drop one$"):
+        RuntimeConfig(layout="auto", **{name: value})
+
+
+def test_a_layout_is_found_or_not_named() -> None:
+    with pytest.raises(ValueError, match=r"^layout='paper': choose one of auto$"):
+        RuntimeConfig(layout="paper")
+    with pytest.raises(ValueError, match=r"^exit_head=.* with layout='auto', which is measured in another process"):
+        RuntimeConfig(layout="auto", exit_head=object())
+    config = RuntimeConfig(layout="auto", max_requests=3, draft_memory_mb=0)
+    assert (config.k, config.stages) == (None, None)

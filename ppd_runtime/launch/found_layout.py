@@ -1,0 +1,133 @@
+"""The layout that is the fastest for a model here: found by a short plan in a process of its own, then kept."""
+
+import json
+import logging
+import platform
+import shlex
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ppd_runtime import __version__
+from ppd_runtime.files.cache_folder import capabilities
+from ppd_runtime.files.findings import note_values, noted_values
+from ppd_runtime.host import available_cores
+from ppd_runtime.launch.child_python import child_command, child_environment
+from ppd_runtime.launch.supervisor import Progress
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.compiling import wants_code
+from ppd_runtime.models.trained.kept_heads import kept_heads
+from ppd_runtime.settings.checks import check_depth, check_int
+from ppd_runtime.settings.config import ROOM, RuntimeConfig
+
+logger = logging.getLogger(__name__)
+_KIND = "layout"
+SECONDS = 5.0
+"""That each layout runs beside ordinary decoding, three texts of about a second at least."""
+_CHILD = "ppd_runtime.tune.quick_plan"
+ASKED = ("model", "dtype", "weights", "device", "compile", "exit_head")
+"""Settings that the plan is made for."""
+_FOUND = ({"stages", "threads_per_worker"}, {"k", "threads_per_worker"})
+"""The settings that a finding may consist of."""
+
+
+def with_found_layout(config: RuntimeConfig, progress: Progress) -> tuple[RuntimeConfig, str]:
+    """The settings with the layout found for them in place of `layout`, and a line on it; measures it if none is known.
+
+    Raises:
+        ValueError: for a model or a device that cannot be used.
+        RuntimeError: if measuring fails.
+    """
+    info = describe(config.model, config.weights)
+    check_depth(info.num_layers, "pipelined decoding", config.model)
+    found = _known(config, info) or _measured(config, info, progress)
+    settings = {**found["settings"], "layout": None, "dtype": _dtype(config, info)}
+    if settings.get("stages") == 1:
+        settings["exit_head"] = None  # is for boundaries
+    else:
+        settings["launcher"] = "processes"
+    if "stages" not in settings:
+        settings |= dict.fromkeys(ROOM)
+    return replace(config, **settings), f"layout auto: {found['told']} (`{_command(config)}` shows why)"
+
+
+def keep(config: RuntimeConfig, info: ModelInfo, found: dict[str, Any]) -> None:
+    """Keep a finding, which `with_found_layout` takes from then on for these settings; a warning if that fails."""
+    try:
+        note_values(_KIND, _about(config, info), {"found": found})
+    except (OSError, ValueError) as error:
+        logger.warning("the layout that was found is not kept: %s", error)
+
+
+def _known(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any] | None:
+    """The kept finding; None without a whole one."""
+    try:
+        found = noted_values(_KIND, _about(config, info))["found"]
+        for name, number in found["settings"].items():
+            check_int(name, number, 1)
+        return found if found["settings"].keys() in _FOUND and isinstance(found["told"], str) else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dict[str, Any]:
+    progress("measuring which layout is the fastest here")
+    command, pipe = child_command(_CHILD), subprocess.PIPE
+    answer: dict[str, Any] = {}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=child_environment()) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps({name: getattr(config, name) for name in ASKED} | {"seconds": SECONDS}))
+            child.stdin.close()
+            for line in child.stdout:
+                answer = json.loads(line)
+                if "progress" in answer:
+                    progress(answer["progress"])
+        except BaseException:  # its workers end with it
+            child.kill()
+            raise
+    if "found" not in answer:
+        reason = answer.get("error", f"the process that measures ended with code {child.returncode}")
+        raise RuntimeError(f"layout='auto': {reason}; give the layout, such as stages=1")
+    for caution in answer["cautions"]:
+        logger.warning("layout auto: %s", caution)
+    keep(config, info, answer["found"])
+    return answer["found"]
+
+
+def _about(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any]:
+    device = choose_device(config.device, info.weights)
+    return {
+        "machine": [platform.machine(), *capabilities(torch.device(device))],
+        "devices": [available_cores(), torch.cuda.device_count()],
+        "versions": [torch.__version__, __version__],
+        "model": model_fingerprint(info),
+        "format": [_dtype(config, info), info.weights],
+        "place": [device, wants_code(config.compile, device), config.threads_per_worker],
+        "heads": str(config.exit_head or kept_heads(info)),
+    }
+
+
+def _dtype(config: RuntimeConfig, info: ModelInfo) -> str:
+    """What the dtype comes to before there are threads, by which "auto" may choose another one."""
+    device = choose_device(config.device, info.weights)
+    compiled = wants_code(config.compile, device)
+    dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
+    return str(dtype).removeprefix("torch.")
+
+
+def _command(config: RuntimeConfig) -> str:
+    """The command that measures with these settings."""
+    words, usual = ["ppd", "plan"], RuntimeConfig()
+    for name in ASKED:
+        value, option = getattr(config, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{'no-' * (not value)}{option}")
+        elif value != getattr(usual, name):
+            words += [f"--{option}", value]
+    return shlex.join(words)
