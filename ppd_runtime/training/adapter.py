@@ -1,19 +1,17 @@
 """Train Kangaroo's adapter after a shallow exit of a frozen model: cross-entropy to full depth's distribution."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
+from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import FinalHead, layer_range
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
-from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
+from ppd_runtime.training.parts import PartRun, PartTraining
 from ppd_runtime.training.recipe import ExitRecipe
-from ppd_runtime.training.run import PartRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,51 +28,43 @@ class AdapterRecipe(ExitRecipe):
     epochs: int = 10
 
 
-class AdapterTraining(LearningFromModel):
-    """Trains a new adapter of `model` on `rows` of token ids, `[rows, length + 1]`; head and model stay as they are."""
+class AdapterTraining(PartTraining):
+    """Trains a new adapter on `rows` of token ids, `[rows, length + 1]`; head and model stay as they are."""
 
-    def __init__(self, recipe: AdapterRecipe, model: PreTrainedModel, rows: Tensor) -> None:
-        frozen = FrozenModel(model, recipe.exit_layer)
-        self.adapter = new_adapter(model, recipe.exit_layer)
-        super().__init__(recipe, frozen, self.adapter.model, rows)
+    def __init__(self, recipe: AdapterRecipe, stage: LayerRange, rows: Tensor) -> None:
+        self.adapter = new_adapter(stage.model, recipe.exit_layer)
+        super().__init__(recipe, stage, self.adapter.model, rows, full_depth=True)
         self._attention, self._head = layer_range(self.adapter, 0, 1), FinalHead(self.adapter)
 
     def logits(self, states: Tensor) -> Tensor:
         """Adapter logits, `[rows, tokens, vocab_size]`, of states after the exit layer."""
-        with self.autocast(states.device):
+        with self.autocast():
             return self._head(self._attention(inputs_embeds=states, use_cache=False).last_hidden_state)
 
-    def loss(self, rows: Tensor) -> Tensor:
+    def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Equation 3 of the Kangaroo paper, as a mean over the tokens of some rows."""
-        states = self.frozen.exit_states(rows[:, :-1])
-        return distillation_loss(self.logits(states), self.frozen.final_logits(states))
+        return self.distillation_loss(self.logits(states[0]), states[1])
 
 
 class AdapterRun(PartRun):
     """Trains an adapter and writes its folder; see `PartRun`."""
 
     training: AdapterTraining
+    recipe: AdapterRecipe
 
-    def __init__(
-        self, model: str, data: str, recipe: AdapterRecipe, out: Path, dtype: str = "auto", device: str = "auto"
-    ) -> None:
-        self.recipe = recipe
-        check_leaving_out(describe(model), "an adapter, which is a layer without its MLP,")
-        super().__init__(model, data, recipe, out, dtype, device)
+    def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:
+        """Raise ValueError for a model without MLPs to leave out, too."""
+        super().check(info, recipe)
+        check_leaving_out(info, "an adapter, which is a layer without its MLP,")
 
-    def new_training(self, frozen: PreTrainedModel) -> AdapterTraining:
-        """The training of a new adapter of `frozen`."""
-        return AdapterTraining(self.recipe, frozen, self.rows)
-
-    @property
-    def learner(self) -> nn.Module:
-        """The adapter without the shared head."""
-        return self.training.adapter.model
+    def new_training(self) -> AdapterTraining:
+        """The training of a new adapter."""
+        return AdapterTraining(self.recipe, self.stage, self.rows)
 
     def write(self, on_row: Callable[[int], None]) -> HeadComparison:
         """Compare with the bare exit on held-out text and write the adapter's folder; `on_row` counts the rows."""
         passes = self.held_out_passes(on_row)
-        comparison = compare_heads(self.training.frozen.head, self.training.logits, passes, seed=self.recipe.seed)
+        comparison = compare_heads(self.training.head, self.training.logits, passes, seed=self.recipe.seed)
         card = self.account() | {"held_out": comparison.as_dict()}
         save_adapter(self.out, self.training.adapter, AdapterInfo(**self.known()), card)
         return comparison

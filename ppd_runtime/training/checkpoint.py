@@ -64,11 +64,6 @@ class Checkpoint:
             self._restore(tensors)
         return step
 
-    def discard(self) -> None:
-        """Remove the file: the training is complete."""
-        for path in (self.path, self._partial):
-            path.unlink(missing_ok=True)
-
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
         try:

@@ -3,15 +3,17 @@
 Only the head learns. Its inputs are the hidden states after the exit layer, from teacher-forced passes over the data.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ppd_runtime.models.trained.heads import KINDS, LM_HEAD, HeadNetwork
-from ppd_runtime.training.loop import FrozenModel, LearningFromModel, distillation_loss
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.trained.heads import KINDS, LM_HEAD, HeadInfo, HeadNetwork, new_head, save_head
+from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
+from ppd_runtime.training.parts import PartRun, PartTraining
 from ppd_runtime.training.recipe import ExitRecipe
 
 CROSS_ENTROPY, DISTIL = "cross-entropy", "distil"
@@ -62,22 +64,41 @@ def recipe_for(exit_layer: int, kind: str, recipe: str | None = None, **changes:
     return HeadRecipe(exit_layer=exit_layer, kind=kind, **own | given)
 
 
-class HeadTraining(LearningFromModel):
-    """Trains `head` on `rows` of token ids, `[rows, length + 1]`, from the checkpoint's last step on."""
+class HeadTraining(PartTraining):
+    """Trains `head` on `rows` of token ids, `[rows, length + 1]`."""
 
-    def __init__(self, recipe: HeadRecipe, model: PreTrainedModel, head: HeadNetwork, rows: Tensor) -> None:
-        super().__init__(recipe, FrozenModel(model, recipe.exit_layer), head, rows)
-        self.recipe, self.head = recipe, head
+    def __init__(self, recipe: HeadRecipe, stage: LayerRange, head: HeadNetwork, rows: Tensor) -> None:
+        super().__init__(recipe, stage, head, rows, full_depth=recipe.loss == DISTIL)
+        self.recipe, self.learner = recipe, head
 
     def logits(self, states: Tensor) -> Tensor:
         """Its logits, `[rows, tokens, vocab_size]`."""
-        with self.autocast(states.device):
-            return self.head(states)
+        with self.autocast():
+            return self.learner(states)
 
-    def loss(self, rows: Tensor) -> Tensor:
+    def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Mean loss of some rows' tokens."""
-        states = self.frozen.exit_states(rows[:, :-1])
-        logits = self.logits(states)
+        logits = self.logits(states[0])
         if self.recipe.loss == DISTIL:
-            return distillation_loss(logits, self.frozen.final_logits(states))
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten().to(states.device))
+            return self.distillation_loss(logits, states[1])
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class ExitHeadRun(PartRun):
+    """Trains a head and writes its folder; see `PartRun`."""
+
+    training: HeadTraining
+    recipe: HeadRecipe
+
+    def new_training(self) -> HeadTraining:
+        """The training of a new head."""
+        head = new_head(self.recipe.kind, self.stage.model).float()
+        return HeadTraining(self.recipe, self.stage, head, self.rows)
+
+    def write(self, on_row: Callable[[int], None]) -> HeadComparison:
+        """Compare the head with the shared one on held-out text and write its folder; `on_row` counts the rows."""
+        passes = self.held_out_passes(on_row)
+        comparison = compare_heads(self.training.head, self.training.logits, passes, seed=self.recipe.seed)
+        head = HeadInfo(**self.known(), kind=self.recipe.kind)
+        save_head(self.out, self.training.learner, head, self.account() | {"held_out": comparison.as_dict()})
+        return comparison

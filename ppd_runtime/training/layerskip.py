@@ -23,7 +23,7 @@ from ppd_runtime.training.layerskip_schedules import (
     gradual_exits,
     rotational_exits,
 )
-from ppd_runtime.training.loop import Training
+from ppd_runtime.training.loop import RecipeTraining
 from ppd_runtime.training.recipe import Recipe
 
 
@@ -117,7 +117,7 @@ def _of_rows(value: Any, rows: Tensor, batch: int) -> Any:
     return value[rows] if isinstance(value, Tensor) and len(value) == batch else value
 
 
-class LayerSkipTraining(Training):
+class LayerSkipTraining(RecipeTraining):
     """Trains `model` on `rows` of token ids, `[rows, length + 1]`.
 
     Args:
@@ -136,7 +136,7 @@ class LayerSkipTraining(Training):
         half: bool = False,
         logits_at_once: int = 2**24,
     ) -> None:
-        super().__init__(recipe, model.requires_grad_(True).parameters(), rows)
+        super().__init__(recipe, model.requires_grad_(True), rows)
         self.recipe, self.model, self._half = recipe, model, half
         self.num_layers: int = model.config.num_hidden_layers
         self._tokens_at_once = max(1, logits_at_once // model.config.vocab_size)
@@ -144,9 +144,9 @@ class LayerSkipTraining(Training):
         self.layers = [DroppableLayer(layer) for layer in model.model.layers]
         self._decoder.layers = nn.ModuleList(self.layers)
 
-    def add_gradients(self, rows: Tensor, step: int) -> float:
+    def add_gradients(self, step: int) -> float:
         """Add the gradients of J(X, Y, t) (equation 5), clipped to length `clip_norm`; returns the loss."""
-        rows = rows.to(self.model.device)
+        rows = self.rows[self.batch(step)].to(self.model.device)
         outputs = self._exits(rows[:, :-1], step)
         weights = self.recipe.exit_weights(step, self.num_layers, self.num_steps)
         exits = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if weight]

@@ -40,7 +40,7 @@ class LayerSkipReport:
 
 
 class LayerSkipRun(TrainingRun):
-    """Trains a model and writes its folder; a run that was stopped goes on where its file beside `out` ends.
+    """Trains a model and writes its folder; a run that was stopped goes on where its folder beside `out` ends.
 
     Args:
         model: a local folder, a hub name, or "demo"; from scratch its config and tokenizer are enough.
@@ -70,7 +70,6 @@ class LayerSkipRun(TrainingRun):
         half = dtype == "bfloat16" or (dtype == "auto" and self._device != "cpu")
         self.settings["dtype"] = "bfloat16" if half else "float32"
         self.training = LayerSkipTraining(recipe, self._beginning(), self.rows, half)
-        self.keep(self.training.model)
 
     @property
     def num_held_out_rows(self) -> int:

@@ -1,6 +1,7 @@
 """A training from a model's name and a file of texts to a folder: what all of them check, read and keep."""
 
 import contextlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -8,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
-from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.training.adapt.work_folder import WorkFolder
 from ppd_runtime.training.checkpoint import Checkpoint
-from ppd_runtime.training.loop import LearningFromModel, Training
-from ppd_runtime.training.recipe import ExitRecipe, Recipe
+from ppd_runtime.training.loop import RecipeTraining
+from ppd_runtime.training.recipe import Recipe
 from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.tune.measured_on import versions
 
@@ -26,7 +25,7 @@ HELD_OUT_LENGTH, HELD_OUT_ROWS = 512, 64
 
 
 class TrainingRun(ABC):
-    """Trains something and writes its folder; a run that was stopped goes on where its file beside `out` ends.
+    """Trains something and writes its folder; a run that was stopped goes on where its folder beside `out` ends.
 
     Args:
         model: the model that it begins with.
@@ -38,8 +37,7 @@ class TrainingRun(ABC):
         ValueError: for anything that cannot work, before anything is written.
     """
 
-    training: Training
-    checkpoint: Checkpoint
+    training: RecipeTraining
 
     def __init__(self, model: ModelInfo, data: str, recipe: Recipe, out: Path) -> None:
         if model.weights:
@@ -58,21 +56,46 @@ class TrainingRun(ABC):
         """Rows that `finish` compares on."""
         return len(self.held_out)
 
-    def train(self, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
-        """Take the steps that are left; `on_step` gets the number of finished steps and the last one's loss.
+    @property
+    def unfinished(self) -> Path:
+        """The folder that keeps an unfinished training."""
+        return self.out.with_name(self.out.name + ".unfinished")
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Keeps the training's last step."""
+        return Checkpoint(self.unfinished / "steps.safetensors", self.training.network, [self.training.optimizer])
+
+    def train(
+        self,
+        on_step: Callable[[int, float], None] = lambda step, loss: None,
+        on_read: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        """Take the steps that are left.
+
+        Args:
+            on_step: gets the number of finished steps and the last one's loss.
+            on_read: gets the number of rows that the model has read before the steps, and of those that it is to read.
 
         Raises:
             ValueError: if another process trains into the same folder, what is kept beside it is of another
                 training, or nothing can be written there.
         """
         with alone(self.out):
-            self.training.run(self.checkpoint, on_step)
+            WorkFolder(self.unfinished, self.settings)
+            for done, of in self.reading():
+                on_read(done, of)
+            self.training.take_steps(self.checkpoint, on_step)
+
+    def reading(self) -> Iterator[tuple[int, int]]:
+        """Have the model read what the steps need; yields the number of rows that it has read, and of all of them."""
+        return iter(())
 
     def finish(self, on_row: Callable[[int], None] = lambda row: None) -> Any:
         """Compare on held-out text and write the folder; `on_row` counts the rows. Raises ValueError as `train`."""
         with alone(self.out):
             report = self.write(on_row)
-            self.checkpoint.discard()
+            shutil.rmtree(self.unfinished, ignore_errors=True)
         return report
 
     @abstractmethod
@@ -89,11 +112,6 @@ class TrainingRun(ABC):
             "torch_version": versions()["torch"],
         }
 
-    def keep(self, learner: nn.Module) -> None:
-        """Keep an unfinished training of `learner` beside `out`."""
-        unfinished = self.out.with_name(self.out.name + ".unfinished.safetensors")
-        self.checkpoint = Checkpoint(unfinished, learner, [self.training.optimizer], self.settings)
-
     def _read_rows(self) -> tuple[Tensor, Tensor, str]:
         """Rows for training, held-out ones, and the hash of the texts."""
         texts, tokenizer = read_texts(self.data), load_tokenizer(self.info)
@@ -109,70 +127,6 @@ class TrainingRun(ABC):
                 )
         every = -(-len(held_out) // HELD_OUT_ROWS)
         return rows, held_out[::every], texts.sha256
-
-
-class PartRun(TrainingRun):
-    """Trains a part for one layer of a frozen model.
-
-    Args:
-        model: a local folder, a hub name, or "demo".
-        data: see `TrainingRun`.
-        recipe: what to train and how.
-        out: the part's folder.
-        dtype: float32, bfloat16, float16 or auto: the frozen model's; the part learns in float32.
-        device: cpu, cuda or auto.
-
-    Raises:
-        ValueError: for anything that cannot work, before anything is written.
-    """
-
-    training: LearningFromModel
-
-    def __init__(
-        self, model: str, data: str, recipe: ExitRecipe, out: Path, dtype: str = "auto", device: str = "auto"
-    ) -> None:
-        check_out(out)
-        info = describe(model)
-        check_exit_layer(info, recipe.exit_layer)
-        place = choose_device(device)
-        super().__init__(info, data, recipe, out)
-        self.exit_layer = recipe.exit_layer
-        frozen = load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place)
-        self.settings["dtype"] = str(frozen.dtype).removeprefix("torch.")
-        self.training = self.new_training(frozen)
-        self.keep(self.learner)
-
-    @abstractmethod
-    def new_training(self, frozen: PreTrainedModel) -> LearningFromModel:
-        """The training of a new part of `frozen`."""
-
-    @property
-    @abstractmethod
-    def learner(self) -> nn.Module:
-        """What is trained; its parameters are kept and saved."""
-
-    def known(self) -> dict[str, Any]:
-        """What every part's card says; see `PartInfo`."""
-        return {
-            "folder": self.out,
-            "model": self.info.name,
-            "model_fingerprint": self.settings["model_fingerprint"],
-            "exit_layer": self.exit_layer,
-            "hidden_size": self.training.frozen.model.config.hidden_size,
-            "vocab_size": self.info.vocab_size,
-            "weights_sha256": "",
-        }
-
-    def held_out_passes(self, on_row: Callable[[int], None]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each held-out row's states after the exit layer, full depth's logits, and the next tokens.
-
-        `[1, tokens, hidden_size]`, `[1, tokens, vocab_size]` and `[tokens]`.
-        """
-        frozen = self.training.frozen
-        for number, row in enumerate(self.held_out, start=1):
-            states = frozen.exit_states(row[None, :-1])
-            yield states, frozen.final_logits(states), row[1:].to(states.device)
-            on_row(number)
 
 
 @contextlib.contextmanager
@@ -199,10 +153,3 @@ def check_out(out: Path) -> None:
         raise ValueError(f"out={str(out)!r}: give a new folder in one that exists")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is there already: choose another folder, or delete it")
-
-
-def check_exit_layer(info: ModelInfo, exit_layer: int) -> None:
-    """Raise ValueError for a layer without one after it."""
-    if exit_layer >= info.num_layers:
-        choice = f"with {info.num_layers} layers choose 1 to {info.num_layers - 1}"
-        raise ValueError(f"exit_layer={exit_layer}: {choice}")

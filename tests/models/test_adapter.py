@@ -107,24 +107,24 @@ def test_the_loss_is_cross_entropy_to_full_depth(model_folder: ModelFolder) -> N
     folder = model_folder("gemma2")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = torch.randint(1, 300, (3, 17), generator=torch.Generator().manual_seed(0))
-    training = AdapterTraining(replace(QUICK, exit_layer=2), load_stage(folder).model, rows)
+    training = AdapterTraining(replace(QUICK, exit_layer=2), load_stage(folder), rows)
     with torch.no_grad():
         output = model(rows[:, :-1], output_hidden_states=True)
         drafts = attention_alone(model, 2, output.hidden_states[2]).log_softmax(-1)
         expected = -(output.logits.softmax(-1) * drafts).sum(-1).mean()
-        assert float(training.loss(rows)) == pytest.approx(float(expected), rel=1e-4)
+        assert float(training.loss(*training.read(range(3)))) == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trained_saved_and_loaded(model_folder: ModelFolder, tmp_path: Path, dtype: str) -> None:
     data, folder = write_texts(tmp_path / "texts.jsonl"), model_folder("mistral", dtype=dtype)
     run = run_on(folder, data, replace(QUICK, max_steps=40), dtype=dtype)
-    before = {name: tensor.clone() for name, tensor in run.training.frozen.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in run.stage.model.state_dict().items()}
     run.train()
     comparison = run.finish()
     assert comparison.after.divergence < comparison.before.divergence - 0.1
     assert comparison.after.match_rates["greedy"][1] > comparison.before.match_rates["greedy"][1]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in run.training.frozen.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.stage.model.state_dict().items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "texts.jsonl"]
 
     known = describe_adapter(tmp_path / "adapter", describe(str(folder)))

@@ -24,8 +24,7 @@ from ppd_runtime.models.native.packing import LAYOUT
 from ppd_runtime.models.stage.slicing import LayerSet
 from ppd_runtime.models.trained.heads import describe_head
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
-from ppd_runtime.training.exit_head import HeadRecipe
-from ppd_runtime.training.exit_head_run import ExitHeadRun
+from ppd_runtime.training.exit_head import ExitHeadRun, HeadRecipe
 
 ModelFolder = Callable[..., Path]
 

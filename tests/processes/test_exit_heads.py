@@ -95,19 +95,19 @@ def test_json(model: Path, tmp_path: Path) -> None:
 def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = write_texts(tmp_path / "texts.jsonl"), tmp_path / "head"
     command = ("train", "exit-head", "--kind", "affine", "--model", model, "--data", data, "--out", out, *QUICK)
-    step = HeadTraining._step
+    step = HeadTraining.step
 
-    def interrupted(self: HeadTraining, number: int) -> float:
-        if number == 4:
+    def interrupted(self: HeadTraining) -> float:
+        if self.steps == 4:
             raise KeyboardInterrupt
-        return step(self, number)
+        return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HeadTraining, "_step", interrupted)
-        patch.setattr(HeadTraining.run, "__defaults__", (0.0,))  # save after every step
+        patch.setattr(HeadTraining, "step", interrupted)
+        patch.setattr(HeadTraining.take_steps, "__defaults__", (0.0,))  # save after every step
         result = ppd(*command)
     assert result.exit_code == 130
-    assert "head.unfinished.safetensors; the same command goes on" in result.stderr
+    assert "head.unfinished; the same command goes on" in result.stderr
     assert not out.exists()
     assert "unfinished training with --seed 0, not 1" in refused(*command, "--seed", 1)
     printed(*command)

@@ -342,7 +342,7 @@ def test_other_settings_are_refused_while_one_is_unfinished(folder: Path, prompt
     given = {"prompts": str(prompts), "minutes": 0.05, "out": tmp_path / "heads"}
     with pytest.raises(KeyboardInterrupt):
         adapt(str(folder), progress=next(stopping(2)), layers=(2,), **given)
-    with pytest.raises(ValueError, match=r"unfinished adaptation with layers=\[2\], not \[3\]"):
+    with pytest.raises(ValueError, match=r"unfinished training with layers=\[2\], not \[3\]"):
         adapt(str(folder), layers=(3,), **given)
 
 

@@ -18,8 +18,15 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
-from ppd_runtime.training.exit_head import CROSS_ENTROPY, DISTIL, LOSSES, HeadRecipe, HeadTraining, recipe_for
-from ppd_runtime.training.exit_head_run import ExitHeadRun
+from ppd_runtime.training.exit_head import (
+    CROSS_ENTROPY,
+    DISTIL,
+    LOSSES,
+    ExitHeadRun,
+    HeadRecipe,
+    HeadTraining,
+    recipe_for,
+)
 from ppd_runtime.training.head_comparison import WAYS, compare_heads
 from ppd_runtime.training.texts import read_texts, token_rows
 
@@ -32,9 +39,9 @@ def run_on(model: Path, data: Path, recipe: HeadRecipe = QUICK, out: str = "head
 
 
 def training_of(model: Path, recipe: HeadRecipe = QUICK) -> HeadTraining:
-    network = load_stage(model).model
+    stage = load_stage(model)
     rows = torch.randint(1, 300, (10, 17), generator=torch.Generator().manual_seed(0))
-    return HeadTraining(recipe, network, new_head(recipe.kind, network), rows)
+    return HeadTraining(recipe, stage, new_head(recipe.kind, stage.model), rows)
 
 
 def test_the_papers_table_4(model_folder: ModelFolder) -> None:
@@ -91,15 +98,15 @@ def test_the_loss_of_a_new_head(model_folder: ModelFolder, family: str, kind: st
                 expected = F.nll_loss(exit_logits.flatten(0, 1), training.rows[:, 1:].flatten())
             else:
                 expected = -(output.logits.softmax(-1) * exit_logits).sum(-1).mean()
-            assert training.loss(training.rows) == pytest.approx(float(expected), rel=1e-4)
+            assert training.loss(*training.read(range(10))) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_a_batch_in_parts_gives_the_same_step(model_folder: ModelFolder) -> None:
     whole, parts = training_of(model_folder("llama")), training_of(model_folder("llama"))
     parts._rows_at_once = 3
     assert whole._rows_at_once > 4
-    assert whole._step(0) == pytest.approx(parts._step(0), rel=1e-5)
-    gradients = [training.head.lm_head.weight.grad for training in (whole, parts)]
+    assert whole.step() == pytest.approx(parts.step(), rel=1e-5)
+    gradients = [training.learner.lm_head.weight.grad for training in (whole, parts)]
     assert torch.allclose(*gradients, atol=1e-6)
     assert gradients[0].abs().max() > 1e-3
 
@@ -109,7 +116,7 @@ def test_a_batch_in_parts_gives_the_same_step(model_folder: ModelFolder) -> None
 def test_training_helps_on_held_out_text(model_folder: ModelFolder, tmp_path: Path, kind: str, loss: str) -> None:
     data, folder = write_texts(tmp_path / "texts.jsonl"), model_folder("llama")
     run = run_on(folder, data, replace(QUICK, kind=kind, loss=loss, max_steps=40, epochs=9))
-    before = {name: tensor.clone() for name, tensor in run.training.frozen.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in run.stage.model.state_dict().items()}
     losses: list[float] = []
     run.train(lambda step, loss: losses.append(loss))
     comparison = run.finish()
@@ -120,7 +127,7 @@ def test_training_helps_on_held_out_text(model_folder: ModelFolder, tmp_path: Pa
     if loss == DISTIL:
         for way in WAYS:
             assert comparison.after.match_rates[way][5] > comparison.before.match_rates[way][5]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in run.training.frozen.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.stage.model.state_dict().items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "texts.jsonl"]
     card = json.loads((tmp_path / "head" / "exit_head.json").read_text())["training"]
     assert card["held_out"]["after"]["match_rates"] == {
@@ -140,9 +147,9 @@ def test_the_folder_holds_what_was_trained(model_folder: ModelFolder, tmp_path: 
     run.train()
     run.finish()
     known = describe_head(tmp_path / "head", describe(str(folder)))
-    loaded = load_head(known, run.training.frozen.model)
+    loaded = load_head(known, run.stage.model)
     states = torch.randn(1, 7, 32, dtype=torch.bfloat16)
-    assert {p.dtype for p in run.training.head.parameters()} == {torch.float32}
+    assert {p.dtype for p in run.training.learner.parameters()} == {torch.float32}
     with torch.no_grad():
         assert torch.equal(loaded(states), run.training.logits(states))
 

@@ -53,13 +53,14 @@ def expected_loss(model: PreTrainedModel, rows: Tensor, kept: Tensor, weights: l
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients(family: str) -> None:
     """Some samples leave out the last layer, all of them another one; exits' logits come in parts."""
-    recipe, rows = replace(QUICK, clip_norm=1e9, rotation=1, e_scale=1.0), random_rows()
-    training = LayerSkipTraining(recipe, build_model(family), rows, logits_at_once=300 * 7)
+    recipe = replace(QUICK, clip_norm=1e9, rotation=1, e_scale=1.0, batch_size=6)
+    training = LayerSkipTraining(recipe, build_model(family), random_rows(), logits_at_once=300 * 7)
+    rows = training.rows[training.batch(0)]
     kept = torch.ones(4, 6, dtype=torch.bool)
     kept[1, 3], kept[2], kept[3, ::2] = False, False, False
     training.recipe = recipe
     object.__setattr__(recipe, "kept", lambda *_: kept.numpy())
-    loss = training.add_gradients(rows, 0)
+    loss = training.add_gradients(0)
     reference = build_model(family)
     expected = expected_loss(reference, rows, kept, [0, 1 / 10, 3 / 10, 6 / 10])
     expected.backward()
@@ -85,8 +86,8 @@ def test_what_is_dropped_does_not_enter_the_layer() -> None:
 
     for number, layer in enumerate(training.model.model.layers):
         layer.register_forward_pre_hook(count(number))
-    for step in range(6):
-        training._step(step)
+    for _ in range(6):
+        training.step()
     drawn = sum(recipe.kept(step, 4, 6, 40).sum(1) for step in range(6))
     assert seen == drawn.tolist()
     assert (seen[0], seen[3]) == (240, 0)
@@ -95,12 +96,14 @@ def test_what_is_dropped_does_not_enter_the_layer() -> None:
 
 def test_one_exits_logits_at_a_time() -> None:
     """Full depth's and two exits' logits of 72 tokens each (the first exit has no weight), ten tokens at once."""
-    training = LayerSkipTraining(replace(QUICK, rotation=1), build_model("llama"), random_rows(), logits_at_once=3000)
+    training = LayerSkipTraining(
+        replace(QUICK, rotation=1, batch_size=6), build_model("llama"), random_rows(), logits_at_once=3000
+    )
     sizes = []
     training.model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel()))
     training._head(torch.zeros(1, 1, 32))  # its first use tries out what the model does to logits
     sizes.clear()
-    training.add_gradients(random_rows(), 0)
+    training.add_gradients(0)
     assert max(sizes) == 3000
     assert sum(sizes) == 3 * 6 * 12 * 300
 

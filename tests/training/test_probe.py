@@ -59,16 +59,16 @@ def test_the_loss_is_binary_cross_entropy_on_drafts(model_folder: ModelFolder) -
     folder = model_folder("gemma2")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = torch.randint(1, 300, (6, 17), generator=torch.Generator().manual_seed(0))
-    training = ProbeTraining(QUICK, load_stage(folder).model, rows)
-    for step in range(8):
-        training._step(step)
+    training = ProbeTraining(QUICK, load_stage(folder), rows)
+    for _ in range(8):
+        training.step()
     with torch.no_grad():
         output = model(rows[:, :-1], output_hidden_states=True)
         exit_states = output.hidden_states[2]
         accepted = model.lm_head(model.model.norm(exit_states)).argmax(-1) == output.logits.argmax(-1)
         probabilities = training.probe()(exit_states)
         expected = -torch.where(accepted, probabilities, 1 - probabilities).log().mean()
-        assert float(training.loss(rows)) == pytest.approx(float(expected), rel=1e-3)
+        assert float(training.loss(*training.read(np.arange(6)))) == pytest.approx(float(expected), rel=1e-3)
     assert abs(float(expected) - np.log(2)) > 0.05
 
 
@@ -84,7 +84,7 @@ def test_trained_saved_and_loaded(model_folder: ModelFolder, tmp_path: Path) -> 
     card = json.loads((tmp_path / "probe" / "probe.json").read_text())
     assert card["training"]["held_out"] == report.as_dict()
     known = describe_probe(tmp_path / "probe", describe("demo"))
-    probe, hidden = load_probe(known, run.training.frozen.model), torch.randn(1, 5, 256)
+    probe, hidden = load_probe(known, run.stage.model), torch.randn(1, 5, 256)
     assert torch.equal(probe(hidden), run.training.probe()(hidden))
     with pytest.raises(ValueError, match=r"probe='.*' was trained for layer 3 .*ppd train probe"):
         describe_probe(tmp_path / "probe", describe(str(model_folder("llama"))))

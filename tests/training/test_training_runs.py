@@ -1,4 +1,4 @@
-"""What every training keeps to: one at a time into a folder, and a file beside it that is whole or as it was."""
+"""What every training keeps to: one at a time into a folder, and what is kept beside it is whole or as it was."""
 
 import contextlib
 import resource
@@ -11,13 +11,14 @@ from torch import nn
 
 from ppd_runtime.models.trained.heads import AFFINE
 from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun
-from ppd_runtime.training.exit_head import HeadRecipe
-from ppd_runtime.training.exit_head_run import ExitHeadRun
+from ppd_runtime.training.exit_head import ExitHeadRun, HeadRecipe
 from ppd_runtime.training.layerskip import recipe_for
 from ppd_runtime.training.layerskip_run import LayerSkipRun
+from ppd_runtime.training.loop import Training
+from ppd_runtime.training.parts import PartRun
 from ppd_runtime.training.probe import ProbeRecipe, ProbeRun
 from ppd_runtime.training.recipe import ExitRecipe
-from ppd_runtime.training.run import PartRun, TrainingRun, alone
+from ppd_runtime.training.run import TrainingRun, alone
 
 ModelFolder = Callable[..., Path]
 SAME = {"exit_layer": 1, "learning_rate": 0.01, "batch_size": 4, "max_length": 24, "epochs": 1, "max_steps": 3}
@@ -97,18 +98,19 @@ def test_another_kind_of_training_is_not_gone_on_with(run: AdapterRun) -> None:
 def test_an_unfinished_training_without_some_tensors(run: AdapterRun, model_folder: ModelFolder) -> None:
     run.train()
     other = AdapterRun(str(model_folder("llama")), run.data, run.recipe, run.out, "float32")
-    other.checkpoint.model.more = nn.Linear(2, 2)
+    other.training.network.more = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no unfinished training .*delete it to begin again"):
         other.train()
 
 
 def test_no_room_to_keep_a_training(run: AdapterRun, tmp_path: Path) -> None:
+    run.unfinished.mkdir()
     run.checkpoint.save(1)
     kept = run.checkpoint.path.read_bytes()
     with no_room_for(len(kept) // 2), pytest.raises(ValueError, match="cannot be kept there .*make room"):
         run.checkpoint.save(2)
     assert run.checkpoint.path.read_bytes() == kept
-    assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
+    assert names(run.unfinished) == ["steps.safetensors"]
 
 
 @pytest.mark.parametrize("kind", ["adapter", "LayerSkip"])
@@ -119,7 +121,7 @@ def test_no_room_for_the_folder(model_folder: ModelFolder, tmp_path: Path, kind:
     training.train()
     with no_room_for(4000), pytest.raises(ValueError, match="give a file that can be written"):
         training.finish()
-    assert names(tmp_path) == ["out.unfinished.safetensors", "texts.jsonl"]
+    assert names(tmp_path) == ["out.unfinished", "texts.jsonl"]
     training.finish()
     assert names(tmp_path) == ["out", "texts.jsonl"]
 
@@ -137,8 +139,9 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(model_folder: ModelFolder, 
 
     whole, stopped, steps = begin("whole"), begin("stopped"), list[int]()
     whole.train()
-    with pytest.raises(KeyboardInterrupt):
-        stopped.training.run(stopped.checkpoint, stop, save_every_s=0)
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training.take_steps, "__defaults__", (0.0,))  # save after every step
+        stopped.train(stop)
     resumed = begin("stopped")
     resumed.train(lambda step, loss: steps.append(step))
     for run in (whole, resumed):

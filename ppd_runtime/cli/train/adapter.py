@@ -23,6 +23,7 @@ def adapter(
     seed: common.Seed = 0,
     dtype: common.Dtype = "auto",
     device: options.Device = "auto",
+    disk_gb: common.DiskGb = 4.0,
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -44,7 +45,7 @@ def adapter(
             max_steps=max_steps,
         )
         recipe = AdapterRecipe(exit_layer=exit_layer, seed=seed, **changes)
-        run = AdapterRun(model, data, recipe, out, dtype, device)
+        run = AdapterRun(model, data, recipe, out, dtype, device, disk_gb)
         comparison = common.train_and_finish(run)
         if as_json:
             print(json.dumps({"out": str(out), "steps": run.training.num_steps, **comparison.as_dict()}))

@@ -23,6 +23,7 @@ ExitLayer = Annotated[int | None, typer.Option(help="The layer to train for; def
 Data = Annotated[str, typer.Option(help='A .jsonl file of "text" or "prompt", a plain text, or "demo".')]
 Seed = Annotated[int, typer.Option(help="Decides the order of the rows.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto: the frozen model's.")]
+DiskGb = Annotated[float, typer.Option(help="Most gigabytes of hidden states on disk meanwhile.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: as PyTorch chooses, within what there is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -59,17 +60,19 @@ def train_and_finish(run: "TrainingRun") -> Any:
     steps, rows = run.training.num_steps, run.num_held_out_rows
     try:
         with _progress() as progress:
+            reading = progress.add_task("reading texts", total=None, visible=False)
             training = progress.add_task("training", total=steps)
             run.train(
                 lambda step, loss: progress.update(
                     training, completed=step, description=f"step {step} of {steps}, loss {loss:.3f}"
-                )
+                ),
+                lambda done, of: progress.update(reading, completed=done, total=of, visible=True),
             )
             comparing = progress.add_task("comparing on held-out text", total=rows)
             return run.finish(lambda row: progress.update(comparing, completed=row))
     except KeyboardInterrupt:
-        if run.checkpoint.path.exists():
-            sys.stderr.write(f"ppd: the training is kept in {run.checkpoint.path}; the same command goes on\n")
+        if run.unfinished.exists():
+            sys.stderr.write(f"ppd: the training is kept in {run.unfinished}; the same command goes on\n")
         raise
 
 

@@ -26,6 +26,7 @@ def exit_head(
     seed: common.Seed = 0,
     dtype: common.Dtype = "auto",
     device: options.Device = "auto",
+    disk_gb: common.DiskGb = 4.0,
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -38,8 +39,7 @@ def exit_head(
     distribution in a few minutes on two cores, for small ones. Single options change either.
     """
     with one_line_errors(exit_head):
-        from ppd_runtime.training.exit_head import recipe_for
-        from ppd_runtime.training.exit_head_run import ExitHeadRun
+        from ppd_runtime.training.exit_head import ExitHeadRun, recipe_for
 
         common.set_threads(threads)
         chosen = recipe_for(
@@ -54,7 +54,7 @@ def exit_head(
             max_steps=max_steps,
             seed=seed,
         )
-        run = ExitHeadRun(model, data, chosen, out, dtype, device)
+        run = ExitHeadRun(model, data, chosen, out, dtype, device, disk_gb)
         comparison = common.train_and_finish(run)
         if as_json:
             print(json.dumps({"out": str(out), "steps": run.training.num_steps, **comparison.as_dict()}))

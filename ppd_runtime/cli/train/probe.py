@@ -28,6 +28,7 @@ def probe(
     seed: common.Seed = 0,
     dtype: common.Dtype = "auto",
     device: options.Device = "auto",
+    disk_gb: common.DiskGb = 4.0,
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -51,7 +52,7 @@ def probe(
             max_steps=max_steps,
         )
         recipe = ProbeRecipe(exit_layer=layer, seed=seed, **changes)
-        run = ProbeRun(model, data, recipe, out, dtype, device)
+        run = ProbeRun(model, data, recipe, out, dtype, device, disk_gb)
         report = common.train_and_finish(run)
         if as_json:
             print(json.dumps({"out": str(out), "steps": run.training.num_steps, **report.as_dict()}))

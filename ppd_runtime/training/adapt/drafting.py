@@ -73,7 +73,7 @@ class DrafterTraining(TimedTraining):
         super().__init__("drafter", self.learner, _BATCHES.num_steps(len(texts)), folder, settings, _RATE)
 
     def begin(self) -> None:
-        """Implements `TimedTraining.begin`."""
+        """Implements `Training.begin`."""
         fit_affine(self.learner.mix, map(self._pairs, _parts(self._texts)))
 
     def add_gradients(self, step: int) -> float:

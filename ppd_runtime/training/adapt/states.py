@@ -1,7 +1,8 @@
-"""Hidden states of a model's own texts after some of its layers, and full depth's choices, in files of bounded size."""
+"""Hidden states of texts after some of a model's layers, and labels of their tokens, in files of bounded size."""
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from ppd_runtime.training.adapt.work_folder import whole_lines
 from ppd_runtime.tune.match_rates import exit_states
 
 _HEAD_ROWS = 64  # places whose logits are computed together
-_STATE, _CHOICE = torch.bfloat16, torch.int32
+_CHOICE = torch.int32
+_ENDINGS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @dataclass(frozen=True)
 class KeptText:
-    """The places of one text: tokens after each of which full depth chose another."""
+    """The places of one text: tokens after each of which full depth chose another, or the text goes on."""
 
     source: int
     places: range
@@ -29,7 +31,7 @@ class KeptText:
 
 
 class KeptStates:
-    """Files of states: `[places, hidden_size]` in bfloat16 for each layer, and `[places]` choices.
+    """Files of states: `[places, hidden_size]` for each layer, and `[places]` choices.
 
     A text counts once its line is in the index; what a killed run wrote after that is cut off.
 
@@ -37,10 +39,13 @@ class KeptStates:
         folder: where the files are.
         layers: those after which states are kept, in rising order.
         hidden_size: of a state.
+        dtype: the states' in the files.
     """
 
-    def __init__(self, folder: Path, layers: Sequence[int], hidden_size: int) -> None:
-        self._folder, self.layers, self._hidden_size = folder, tuple(layers), hidden_size
+    def __init__(
+        self, folder: Path, layers: Sequence[int], hidden_size: int, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._folder, self.layers, self._hidden_size, self._dtype = folder, tuple(layers), hidden_size, dtype
         self._index = folder / "texts.jsonl"
         self._texts: list[tuple[int, int]] = [tuple(line) for line in whole_lines(self._index)]
         for path, bytes_of_place in self._files():
@@ -64,10 +69,10 @@ class KeptStates:
 
     def keep(self, text: Text, states: Sequence[Tensor], choices: Tensor) -> None:
         """Append a text's places: `[places, hidden_size]` after each layer, and `[places]` token ids."""
-        rows = [of_layer.to("cpu", _STATE).contiguous().view(torch.int16) for of_layer in states]
-        for (path, _), numbers in zip(self._files(), [*rows, choices.to("cpu", _CHOICE)], strict=True):
+        rows = [*(of_layer.to("cpu", self._dtype) for of_layer in states), choices.to("cpu", _CHOICE)]
+        for (path, _), numbers in zip(self._files(), rows, strict=True):
             with path.open("ab") as file:
-                file.write(numbers.numpy().tobytes())
+                file.write(numbers.contiguous().view(torch.uint8).numpy().tobytes())
         line = (text.source, len(choices))
         with self._index.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -83,10 +88,10 @@ class KeptStates:
     def states(self, layer: int) -> Tensor:
         """`[places, hidden_size]` after a layer, mapped into memory."""
         shape = self.num_places, self._hidden_size
-        return _mapped(self._state_file(layer), shape[0] * shape[1], _STATE).view(shape)
+        return _mapped(self._state_file(layer), shape[0] * shape[1], self._dtype).view(shape)
 
     def choices(self) -> Tensor:
-        """`[places]`, what full depth chose after each place."""
+        """`[places]`, the label of each place: full depth's choice after it, or the text's next token."""
         return _mapped(self._choice_file, self.num_places, _CHOICE).long()
 
     @property
@@ -94,33 +99,40 @@ class KeptStates:
         return self._folder / "choices.i32"
 
     def _state_file(self, layer: int) -> Path:
-        return self._folder / f"layer-{layer}.bf16"
+        return self._folder / f"layer-{layer}.{_ENDINGS[self._dtype]}"
 
     def _files(self) -> list[tuple[Path, int]]:
         """Each file and the bytes that a place takes there."""
-        of_state = self._hidden_size * _STATE.itemsize
+        of_state = self._hidden_size * self._dtype.itemsize
         return [*((self._state_file(layer), of_state) for layer in self.layers), (self._choice_file, _CHOICE.itemsize)]
 
 
 class Reader:
-    """Reads texts through a stage's own layers, whatever the format of their weights."""
+    """Reads texts through a stage's own layers, whatever the format of their weights.
 
-    def __init__(self, stage: LayerRange, layers: Sequence[int]) -> None:
-        self._stage, self._layers = stage, tuple(layers)
+    Args:
+        stage: the model.
+        layers: those after which states are wanted, in rising order.
+        chooses: whether full depth's choices are wanted. Else the labels are the text's own next tokens, and the layers
+            behind the last one of `layers` do not run.
+    """
+
+    def __init__(self, stage: LayerRange, layers: Sequence[int], chooses: bool = True) -> None:
+        self._stage, self._layers, self._chooses = stage, tuple(layers), chooses
         self._head = FinalHead(stage.model)
 
     @torch.inference_mode()
     def read(self, text: Text) -> tuple[list[Tensor], Tensor]:
-        """`[places, hidden_size]` after each layer, and full depth's `[places]` choices.
+        """`[places, hidden_size]` after each layer, and `[places]` labels.
 
         The places are the tokens from the last one before `text.first` on, without the text's last.
         """
         token_ids, first = list(text.token_ids[:-1]), text.first - 1
         self._stage.begin(len(token_ids))
-        states = [
-            of_layer[first:]
-            for of_layer in exit_states(self._stage, token_ids, 0, (*self._layers, self._stage.num_layers))
-        ]
+        layers = (*self._layers, *[self._stage.num_layers] * self._chooses)
+        states = [of_layer[first:] for of_layer in exit_states(self._stage, token_ids, 0, layers)]
+        if not self._chooses:
+            return states, torch.tensor(text.token_ids[text.first :], device=self._stage.device)
         rows = states.pop()[None].split(_HEAD_ROWS, dim=1)
         return states, torch.cat([self._head(some)[0].argmax(-1) for some in rows])
 
@@ -136,6 +148,11 @@ def read_all(kept: KeptStates, texts: Sequence[Text], reader: Reader, most_bytes
             return
         kept.keep(text, *reader.read(text))
         yield kept.num_texts
+
+
+def room(folder: Path, disk_gb: float) -> float:
+    """Bytes that states in a folder may take: so many gigabytes, and less than what is free."""
+    return min(1e9 * disk_gb, 0.9 * shutil.disk_usage(folder).free)
 
 
 def _mapped(path: Path, count: int, dtype: torch.dtype) -> Tensor:

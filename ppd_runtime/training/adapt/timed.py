@@ -1,8 +1,6 @@
 """A training that takes the time that it is given, and goes on where a stopped one ended."""
 
 import math
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +9,10 @@ from torch import nn
 
 from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, write_json
 from ppd_runtime.training.checkpoint import Checkpoint
+from ppd_runtime.training.loop import Training
 
 _WARMUP = 20
 _LEAST_STEPS = 10
-_SAVE_EVERY_S = 20.0
 
 
 def few_bits_products(device: torch.device) -> torch.autocast:
@@ -24,7 +22,7 @@ def few_bits_products(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=bool(has))
 
 
-class TimedTraining(ABC):
+class TimedTraining(Training):
     """AdamW with a cosine to 0 over the time or the steps, whichever is over first; a few steps in any case.
 
     Args:
@@ -36,6 +34,10 @@ class TimedTraining(ABC):
         rate: the greatest learning rate.
     """
 
+    _clock: Clock
+    _share: float
+    _began: float
+
     def __init__(
         self,
         name: str,
@@ -46,43 +48,29 @@ class TimedTraining(ABC):
         rate: float = 1e-3,
     ) -> None:
         self._rate = rate
-        self.network, self.num_steps, self._name = network, num_steps, name
-        self._optimizer = torch.optim.AdamW(network.parameters(), weight_decay=0.0)
-        self._checkpoint = Checkpoint(folder / f"{name}.safetensors", network, [self._optimizer], settings)
+        super().__init__(network, num_steps)
+        self._name = name
+        self._checkpoint = Checkpoint(folder / f"{name}.safetensors", network, [self.optimizer], settings)
         self._began_file = folder / f"{name}-began.json"
-        self.steps = 0
-        """Steps taken."""
-
-    def begin(self) -> None:  # noqa: B027
-        """Before the first step of all: set what can be computed without steps."""
-
-    @abstractmethod
-    def add_gradients(self, step: int) -> float:
-        """Add the gradients of a step's mean loss to the parameters'; gives the loss."""
 
     def run(self, clock: Clock, share: float, progress: Progress) -> None:
         """Train until `share` of the time is over, or all steps are taken."""
-        self.steps, saved, end = self._checkpoint.load(), time.monotonic(), share * clock.seconds
         if not self._began_file.exists():
             write_json(self._began_file, clock.spent)
-        began = float(self._began_file.read_text())
-        if not self.steps:
-            self.begin()
-        while self.steps < self.num_steps and (self.steps < _LEAST_STEPS or clock.left(share)):
-            passed = (clock.spent - began) / (end - began) if end > began else 1.0
-            self._set_rate(max(self.steps / self.num_steps, min(passed, 0.99)))
-            self._optimizer.zero_grad()
-            loss = self.add_gradients(self.steps)
-            self._optimizer.step()
-            self.steps += 1
-            if time.monotonic() - saved >= _SAVE_EVERY_S:
-                self._checkpoint.save(self.steps)
-                saved = time.monotonic()
-            progress(f"{self._name}: step {self.steps}, loss {loss:.3f}, at most {in_words(clock.left(share))}")
-        self._checkpoint.save(self.steps)
+        self._clock, self._share, self._began = clock, share, float(self._began_file.read_text())
 
-    def _set_rate(self, passed: float) -> None:
-        """`passed` is the share of the training that is over."""
-        warmup = min(1.0, (self.steps + 1) / _WARMUP)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * warmup * (0.5 + 0.5 * math.cos(math.pi * passed))
+        def tell(step: int, loss: float) -> None:
+            progress(f"{self._name}: step {step}, loss {loss:.3f}, at most {in_words(clock.left(share))}")
+
+        self.take_steps(self._checkpoint, tell)
+
+    def goes_on(self) -> bool:
+        """Whether there are steps left, and time or too few steps taken."""
+        return super().goes_on() and (self.steps < _LEAST_STEPS or bool(self._clock.left(self._share)))
+
+    def learning_rate(self) -> float:
+        """The next step's, by the share of the steps or of the time that is over."""
+        end = self._share * self._clock.seconds
+        passed = (self._clock.spent - self._began) / (end - self._began) if end > self._began else 1.0
+        passed = max(self.steps / self.num_steps, min(passed, 0.99))
+        return self._rate * min(1.0, (self.steps + 1) / _WARMUP) * (0.5 + 0.5 * math.cos(math.pi * passed))

@@ -1,4 +1,4 @@
-"""The folder of an unfinished adaptation: what it was told, the time that it has taken, and whole lines of files."""
+"""The folder of an unfinished training: what it was told, the time that it has taken, and whole lines of files."""
 
 import json
 import time
@@ -31,11 +31,11 @@ class WorkFolder:
             folder.mkdir(parents=True, exist_ok=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: no unfinished adaptation can be kept there ({error})") from error
+            raise ValueError(f"{folder}: no unfinished training can be kept there ({error})") from error
         for name, value in settings.items():
             if before.get(name) != value:
                 raise ValueError(
-                    f"{folder} is an unfinished adaptation with {name}={before.get(name)!r:.80}, not {value!r:.80}: "
+                    f"{folder} is an unfinished training with {name}={before.get(name)!r:.80}, not {value!r:.80}: "
                     "go on with the same settings, or delete it"
                 )
         write_json(file, settings)

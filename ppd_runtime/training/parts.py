@@ -1,0 +1,197 @@
+"""Trains a part for one layer of a frozen model, on what the model makes of texts: it reads each of them once."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.settings.checks import check_number
+from ppd_runtime.training.adapt.answers import Text
+from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all, room
+from ppd_runtime.training.loop import RecipeTraining
+from ppd_runtime.training.recipe import ExitRecipe
+from ppd_runtime.training.run import TrainingRun, check_out
+
+
+class PartTraining(RecipeTraining):
+    """A training on a model's states and labels for `rows`: kept ones, else the model computes them at each step.
+
+    Args:
+        recipe: the steps.
+        stage: the whole model; it stays as it is.
+        learner: what is trained.
+        rows: token ids, `[rows, length + 1]`.
+        full_depth: whether `loss` needs the states after the last layer too.
+        chooses: whether labels are full depth's choices rather than the next tokens.
+        logits_at_once: bounds the memory of a pass over a part of a batch.
+    """
+
+    def __init__(
+        self,
+        recipe: ExitRecipe,
+        stage: LayerRange,
+        learner: nn.Module,
+        rows: Tensor,
+        *,
+        full_depth: bool = False,
+        chooses: bool = False,
+        logits_at_once: int = 2**24,
+    ) -> None:
+        super().__init__(recipe, learner, rows)
+        self._model, self._device = stage.model.requires_grad_(False).eval(), stage.device
+        self.head = FinalHead(self._model)
+        self._layers = (recipe.exit_layer, *[stage.num_layers] * full_depth)
+        self._reader = Reader(stage, self._layers, chooses)
+        self._states, self._labels = list[Tensor](), torch.empty(0)
+        self._places = dict[int, slice]()  # of kept rows
+        logits_of_a_row = (rows.shape[1] - 1) * self._model.config.vocab_size
+        self._rows_at_once = max(1, logits_at_once // logits_of_a_row)
+
+    @abstractmethod
+    def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Mean loss of some rows' tokens, from what `read` gives."""
+
+    def keep(self, folder: Path, most_bytes: float) -> Iterator[tuple[int, int]]:
+        """Have the model read the rows that steps need, in their order, until its states take `most_bytes` in a folder.
+
+        Yields the number of rows that are kept, and of those to read.
+        """
+        steps_of_epoch = -(-len(self.rows) // len(self.batch(0)))
+        texts = [self._text(row) for step in range(min(self.num_steps, steps_of_epoch)) for row in self.batch(step)]
+        kept = KeptStates(folder, self._layers, self._model.config.hidden_size, self._model.dtype)
+        yield from ((done, len(texts)) for done in read_all(kept, texts, self._reader, most_bytes))
+        self._states, self._labels = [kept.states(layer) for layer in self._layers], kept.choices()
+        self._places = {text.source: slice(text.places.start, text.places.stop) for text in kept.texts()}
+
+    def read(self, numbers: np.ndarray) -> tuple[list[Tensor], Tensor]:
+        """Rows' states after the exit layer, and the last one if asked for, `[rows, tokens, hidden_size]`; and labels.
+
+        The labels are `[rows, tokens]`.
+        """
+        states, labels = zip(*(self._row(int(number)) for number in numbers), strict=True)
+        return [torch.stack(of_layer) for of_layer in zip(*states, strict=True)], torch.stack(labels)
+
+    def add_gradients(self, step: int) -> float:
+        """Add a batch's mean-loss gradients to the parameters'; gives the loss."""
+        numbers, total = self.batch(step), 0.0
+        for first in range(0, len(numbers), self._rows_at_once):
+            part = numbers[first : first + self._rows_at_once]
+            loss = self.loss(*self.read(part)) * (len(part) / len(numbers))
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    @torch.no_grad()
+    def final_logits(self, states: Tensor) -> Tensor:
+        """Full depth's logits, `[rows, tokens, vocab_size]` float32, from the states after the last layer."""
+        return self.head(states).float()
+
+    def autocast(self) -> torch.autocast:
+        """A half-precision model's products are in bfloat16: in float16 the gradients of tokens would vanish."""
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._model.dtype != torch.float32)
+
+    def distillation_loss(self, logits: Tensor, states: Tensor) -> Tensor:
+        """Cross-entropy to full depth's distribution, mean over the tokens.
+
+        `[rows, tokens, vocab_size]` and, after the last layer, `[rows, tokens, hidden_size]`.
+        """
+        return F.cross_entropy(logits.float().flatten(0, 1), self.final_logits(states).softmax(-1).flatten(0, 1))
+
+    def _text(self, number: int) -> Text:
+        return Text(int(number), tuple(self.rows[number].tolist()), 1)
+
+    def _row(self, number: int) -> tuple[list[Tensor], Tensor]:
+        if number not in self._places:
+            return self._reader.read(self._text(number))
+        places = self._places[number]
+        states = [of_layer[places].to(self._device) for of_layer in self._states]
+        return states, self._labels[places].to(self._device)
+
+
+class PartRun(TrainingRun):
+    """Trains a part and writes its folder; see `TrainingRun`.
+
+    Args:
+        model: a local folder, a hub name, or "demo".
+        data: see `TrainingRun`.
+        recipe: what to train and how.
+        out: the part's folder.
+        dtype: float32, bfloat16, float16 or auto: the frozen model's; the part learns in float32.
+        device: cpu, cuda or auto.
+        disk_gb: most gigabytes of hidden states on disk meanwhile; rows beyond that are computed at each step.
+
+    Raises:
+        ValueError: for anything that cannot work, before anything is written.
+    """
+
+    training: PartTraining
+    recipe: ExitRecipe
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        recipe: ExitRecipe,
+        out: Path,
+        dtype: str = "auto",
+        device: str = "auto",
+        disk_gb: float = 4.0,
+    ) -> None:
+        check_out(out)
+        check_number("disk_gb", disk_gb)
+        info = describe(model)
+        self.check(info, recipe)
+        place = choose_device(device)
+        super().__init__(info, data, recipe, out)
+        self.recipe, self._disk_gb = recipe, disk_gb
+        frozen = load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place)
+        self.settings["dtype"] = str(frozen.dtype).removeprefix("torch.")
+        self.stage = LayerRange(frozen, longest_in_chunks=info.longest_in_chunks)
+        self.training = self.new_training()
+
+    def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:
+        """Raise ValueError for a model that the part cannot be for, such as one without a layer after the exit's."""
+        if recipe.exit_layer >= info.num_layers:
+            choice = f"with {info.num_layers} layers choose 1 to {info.num_layers - 1}"
+            raise ValueError(f"exit_layer={recipe.exit_layer}: {choice}")
+
+    @abstractmethod
+    def new_training(self) -> PartTraining:
+        """The training of a new part."""
+
+    def reading(self) -> Iterator[tuple[int, int]]:
+        """Have the model read what the steps need, see `PartTraining.keep`."""
+        return self.training.keep(self.unfinished, room(self.unfinished, self._disk_gb))
+
+    def known(self) -> dict[str, Any]:
+        """What every part's card says; see `PartInfo`."""
+        return {
+            "folder": self.out,
+            "model": self.info.name,
+            "model_fingerprint": self.settings["model_fingerprint"],
+            "exit_layer": self.recipe.exit_layer,
+            "hidden_size": self.stage.model.config.hidden_size,
+            "vocab_size": self.info.vocab_size,
+            "weights_sha256": "",
+        }
+
+    def held_out_passes(self, on_row: Callable[[int], None]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each held-out row's states after the exit layer, full depth's logits, and the next tokens.
+
+        `[1, tokens, hidden_size]`, `[1, tokens, vocab_size]` and `[tokens]`.
+        """
+        reader = Reader(self.stage, (self.recipe.exit_layer, self.stage.num_layers), chooses=False)
+        for number, row in enumerate(self.held_out.tolist(), start=1):
+            (states, final), labels = reader.read(Text(number, tuple(row), 1))
+            yield states[None], self.training.final_logits(final[None]), labels
+            on_row(number)
