@@ -1,16 +1,17 @@
 """Train Kangaroo's adapter after a shallow exit of a frozen model: cross-entropy to full depth's distribution."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
-from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import FinalHead, layer_range
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
 from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
-from ppd_runtime.training.parts import PartRun, PartTraining
+from ppd_runtime.training.parts import PartRun, PartTraining, Pass
 from ppd_runtime.training.recipe import ExitRecipe
 
 
@@ -31,10 +32,14 @@ class AdapterRecipe(ExitRecipe):
 class AdapterTraining(PartTraining):
     """Trains a new adapter on `rows` of token ids, `[rows, length + 1]`; head and model stay as they are."""
 
-    def __init__(self, recipe: AdapterRecipe, stage: LayerRange, rows: Tensor) -> None:
-        self.adapter = new_adapter(stage.model, recipe.exit_layer)
-        super().__init__(recipe, stage, self.adapter.model, rows, full_depth=True)
+    recipe: AdapterRecipe
+    full_depth = True
+
+    def new_learner(self, model: PreTrainedModel) -> nn.Module:
+        """The adapter without the head that it shares."""
+        self.adapter = new_adapter(model, self.recipe.exit_layer)
         self._attention, self._head = layer_range(self.adapter, 0, 1), FinalHead(self.adapter)
+        return self.adapter.model
 
     def logits(self, states: Tensor) -> Tensor:
         """Adapter logits, `[rows, tokens, vocab_size]`, of states after the exit layer."""
@@ -45,26 +50,21 @@ class AdapterTraining(PartTraining):
         """Equation 3 of the Kangaroo paper, as a mean over the tokens of some rows."""
         return self.distillation_loss(self.logits(states[0]), states[1])
 
+    def compare(self, passes: Iterable[Pass]) -> HeadComparison:
+        """The bare exit, and the adapter."""
+        return compare_heads(self.final_head, self.logits, passes, seed=self.recipe.seed)
+
+    def save(self, known: Mapping[str, Any], card: Mapping[str, Any]) -> None:
+        """Write the adapter's folder."""
+        save_adapter(known["folder"], self.adapter, AdapterInfo(**known), card)
+
 
 class AdapterRun(PartRun):
     """Trains an adapter and writes its folder; see `PartRun`."""
 
-    training: AdapterTraining
-    recipe: AdapterRecipe
+    learns = AdapterTraining
 
     def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:
         """Raise ValueError for a model without MLPs to leave out, too."""
         super().check(info, recipe)
         check_leaving_out(info, "an adapter, which is a layer without its MLP,")
-
-    def new_training(self) -> AdapterTraining:
-        """The training of a new adapter."""
-        return AdapterTraining(self.recipe, self.stage, self.rows)
-
-    def write(self, on_row: Callable[[int], None]) -> HeadComparison:
-        """Compare with the bare exit on held-out text and write the adapter's folder; `on_row` counts the rows."""
-        passes = self.held_out_passes(on_row)
-        comparison = compare_heads(self.training.head, self.training.logits, passes, seed=self.recipe.seed)
-        card = self.account() | {"held_out": comparison.as_dict()}
-        save_adapter(self.out, self.training.adapter, AdapterInfo(**self.known()), card)
-        return comparison

@@ -3,17 +3,17 @@
 Only the head learns. Its inputs are the hidden states after the exit layer, from teacher-forced passes over the data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import KINDS, LM_HEAD, HeadInfo, HeadNetwork, new_head, save_head
 from ppd_runtime.training.head_comparison import HeadComparison, compare_heads
-from ppd_runtime.training.parts import PartRun, PartTraining
+from ppd_runtime.training.parts import PartRun, PartTraining, Pass
 from ppd_runtime.training.recipe import ExitRecipe
 
 CROSS_ENTROPY, DISTIL = "cross-entropy", "distil"
@@ -65,16 +65,20 @@ def recipe_for(exit_layer: int, kind: str, recipe: str | None = None, **changes:
 
 
 class HeadTraining(PartTraining):
-    """Trains `head` on `rows` of token ids, `[rows, length + 1]`."""
+    """Trains a new head on `rows` of token ids, `[rows, length + 1]`."""
 
-    def __init__(self, recipe: HeadRecipe, stage: LayerRange, head: HeadNetwork, rows: Tensor) -> None:
-        super().__init__(recipe, stage, head, rows, full_depth=recipe.loss == DISTIL)
-        self.recipe, self.learner = recipe, head
+    recipe: HeadRecipe
+
+    def new_learner(self, model: PreTrainedModel) -> HeadNetwork:
+        """The head."""
+        self.full_depth = self.recipe.loss == DISTIL
+        self.head = new_head(self.recipe.kind, model).float()
+        return self.head
 
     def logits(self, states: Tensor) -> Tensor:
         """Its logits, `[rows, tokens, vocab_size]`."""
         with self.autocast():
-            return self.learner(states)
+            return self.head(states)
 
     def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Mean loss of some rows' tokens."""
@@ -83,22 +87,16 @@ class HeadTraining(PartTraining):
             return self.distillation_loss(logits, states[1])
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
+    def compare(self, passes: Iterable[Pass]) -> HeadComparison:
+        """The model's own head, and this one."""
+        return compare_heads(self.final_head, self.logits, passes, seed=self.recipe.seed)
+
+    def save(self, known: Mapping[str, Any], card: Mapping[str, Any]) -> None:
+        """Write the head's folder."""
+        save_head(known["folder"], self.head, HeadInfo(**known, kind=self.recipe.kind), card)
+
 
 class ExitHeadRun(PartRun):
     """Trains a head and writes its folder; see `PartRun`."""
 
-    training: HeadTraining
-    recipe: HeadRecipe
-
-    def new_training(self) -> HeadTraining:
-        """The training of a new head."""
-        head = new_head(self.recipe.kind, self.stage.model).float()
-        return HeadTraining(self.recipe, self.stage, head, self.rows)
-
-    def write(self, on_row: Callable[[int], None]) -> HeadComparison:
-        """Compare the head with the shared one on held-out text and write its folder; `on_row` counts the rows."""
-        passes = self.held_out_passes(on_row)
-        comparison = compare_heads(self.training.head, self.training.logits, passes, seed=self.recipe.seed)
-        head = HeadInfo(**self.known(), kind=self.recipe.kind)
-        save_head(self.out, self.training.learner, head, self.account() | {"held_out": comparison.as_dict()})
-        return comparison
+    learns = HeadTraining

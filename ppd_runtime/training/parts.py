@@ -1,7 +1,7 @@
 """Trains a part for one layer of a frozen model, on what the model makes of texts: it reads each of them once."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
@@ -22,6 +23,12 @@ from ppd_runtime.training.loop import RecipeTraining
 from ppd_runtime.training.recipe import ExitRecipe
 from ppd_runtime.training.run import TrainingRun, check_out
 
+_LOGITS_AT_ONCE = 2**24
+"""Most logits of a pass over a part of a batch: bounds its memory."""
+Pass = tuple[Tensor, Tensor, Tensor]
+"""A text's states after the exit layer `[1, tokens, hidden_size]`, full depth's logits `[1, tokens, vocab_size]`, and
+the next tokens `[tokens]`."""
+
 
 class PartTraining(RecipeTraining):
     """A training on a model's states and labels for `rows`: kept ones, else the model computes them at each step.
@@ -29,37 +36,41 @@ class PartTraining(RecipeTraining):
     Args:
         recipe: the steps.
         stage: the whole model; it stays as it is.
-        learner: what is trained.
         rows: token ids, `[rows, length + 1]`.
-        full_depth: whether `loss` needs the states after the last layer too.
-        chooses: whether labels are full depth's choices rather than the next tokens.
-        logits_at_once: bounds the memory of a pass over a part of a batch.
     """
 
-    def __init__(
-        self,
-        recipe: ExitRecipe,
-        stage: LayerRange,
-        learner: nn.Module,
-        rows: Tensor,
-        *,
-        full_depth: bool = False,
-        chooses: bool = False,
-        logits_at_once: int = 2**24,
-    ) -> None:
-        super().__init__(recipe, learner, rows)
+    recipe: Any
+    full_depth = False
+    """Whether `loss` needs the states after the last layer too."""
+    chooses = False
+    """Whether labels are full depth's choices rather than the next tokens."""
+
+    def __init__(self, recipe: ExitRecipe, stage: LayerRange, rows: Tensor) -> None:
+        self.recipe = recipe
+        super().__init__(recipe, self.new_learner(stage.model), rows)
         self._model, self._device = stage.model.requires_grad_(False).eval(), stage.device
-        self.head = FinalHead(self._model)
-        self._layers = (recipe.exit_layer, *[stage.num_layers] * full_depth)
-        self._reader = Reader(stage, self._layers, chooses)
+        self.final_head = FinalHead(self._model)
+        self._layers = (recipe.exit_layer, *[stage.num_layers] * self.full_depth)
+        self._reader = Reader(stage, self._layers, self.chooses)
         self._states, self._labels = list[Tensor](), torch.empty(0)
         self._places = dict[int, slice]()  # of kept rows
-        logits_of_a_row = (rows.shape[1] - 1) * self._model.config.vocab_size
-        self._rows_at_once = max(1, logits_at_once // logits_of_a_row)
+        self._rows_at_once = max(1, _LOGITS_AT_ONCE // ((rows.shape[1] - 1) * self._model.config.vocab_size))
+
+    @abstractmethod
+    def new_learner(self, model: PreTrainedModel) -> nn.Module:
+        """A new part of a model, before any step."""
 
     @abstractmethod
     def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
         """Mean loss of some rows' tokens, from what `read` gives."""
+
+    @abstractmethod
+    def compare(self, passes: Iterable[Pass]) -> Any:
+        """A report of what the part is worth on held-out texts."""
+
+    @abstractmethod
+    def save(self, known: Mapping[str, Any], card: Mapping[str, Any]) -> None:
+        """Write the part's folder; `known` are the fields of every `PartInfo`."""
 
     def keep(self, folder: Path, most_bytes: float) -> Iterator[tuple[int, int]]:
         """Have the model read the rows that steps need, in their order, until its states take `most_bytes` in a folder.
@@ -94,7 +105,7 @@ class PartTraining(RecipeTraining):
     @torch.no_grad()
     def final_logits(self, states: Tensor) -> Tensor:
         """Full depth's logits, `[rows, tokens, vocab_size]` float32, from the states after the last layer."""
-        return self.head(states).float()
+        return self.final_head(states).float()
 
     def autocast(self) -> torch.autocast:
         """A half-precision model's products are in bfloat16: in float16 the gradients of tokens would vanish."""
@@ -119,23 +130,17 @@ class PartTraining(RecipeTraining):
 
 
 class PartRun(TrainingRun):
-    """Trains a part and writes its folder; see `TrainingRun`.
+    """Trains a part of a model, given by its folder or name, for a new folder `out`; see `TrainingRun`.
 
     Args:
-        model: a local folder, a hub name, or "demo".
-        data: see `TrainingRun`.
-        recipe: what to train and how.
-        out: the part's folder.
         dtype: float32, bfloat16, float16 or auto: the frozen model's; the part learns in float32.
         device: cpu, cuda or auto.
         disk_gb: most gigabytes of hidden states on disk meanwhile; rows beyond that are computed at each step.
-
-    Raises:
-        ValueError: for anything that cannot work, before anything is written.
     """
 
     training: PartTraining
-    recipe: ExitRecipe
+    learns: type[PartTraining]
+    """Its training."""
 
     def __init__(
         self,
@@ -153,11 +158,11 @@ class PartRun(TrainingRun):
         self.check(info, recipe)
         place = choose_device(device)
         super().__init__(info, data, recipe, out)
-        self.recipe, self._disk_gb = recipe, disk_gb
+        self._disk_gb = disk_gb
         frozen = load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place)
         self.settings["dtype"] = str(frozen.dtype).removeprefix("torch.")
         self.stage = LayerRange(frozen, longest_in_chunks=info.longest_in_chunks)
-        self.training = self.new_training()
+        self.training = self.learns(recipe, self.stage, self.rows)
 
     def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:
         """Raise ValueError for a model that the part cannot be for, such as one without a layer after the exit's."""
@@ -165,32 +170,27 @@ class PartRun(TrainingRun):
             choice = f"with {info.num_layers} layers choose 1 to {info.num_layers - 1}"
             raise ValueError(f"exit_layer={recipe.exit_layer}: {choice}")
 
-    @abstractmethod
-    def new_training(self) -> PartTraining:
-        """The training of a new part."""
-
     def reading(self) -> Iterator[tuple[int, int]]:
         """Have the model read what the steps need, see `PartTraining.keep`."""
         return self.training.keep(self.unfinished, room(self.unfinished, self._disk_gb))
 
-    def known(self) -> dict[str, Any]:
-        """What every part's card says; see `PartInfo`."""
-        return {
+    def write(self, on_row: Callable[[int], None]) -> Any:
+        """Compare on held-out text and write the part's folder; `on_row` counts the rows."""
+        report = self.training.compare(self._held_out_passes(on_row))
+        known = {
             "folder": self.out,
             "model": self.info.name,
             "model_fingerprint": self.settings["model_fingerprint"],
-            "exit_layer": self.recipe.exit_layer,
+            "exit_layer": self.training.recipe.exit_layer,
             "hidden_size": self.stage.model.config.hidden_size,
             "vocab_size": self.info.vocab_size,
             "weights_sha256": "",
         }
+        self.training.save(known, self.account() | {"held_out": report.as_dict()})
+        return report
 
-    def held_out_passes(self, on_row: Callable[[int], None]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each held-out row's states after the exit layer, full depth's logits, and the next tokens.
-
-        `[1, tokens, hidden_size]`, `[1, tokens, vocab_size]` and `[tokens]`.
-        """
-        reader = Reader(self.stage, (self.recipe.exit_layer, self.stage.num_layers), chooses=False)
+    def _held_out_passes(self, on_row: Callable[[int], None]) -> Iterator[Pass]:
+        reader = Reader(self.stage, (self.training.recipe.exit_layer, self.stage.num_layers), chooses=False)
         for number, row in enumerate(self.held_out.tolist(), start=1):
             (states, final), labels = reader.read(Text(number, tuple(row), 1))
             yield states[None], self.training.final_logits(final[None]), labels

@@ -1,16 +1,17 @@
 """Train AdaSPEED's probe for one exit layer of a frozen model: binary cross-entropy on whether drafts are accepted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.probe import Probe, ProbeInfo, save_probe
-from ppd_runtime.training.parts import PartRun, PartTraining
+from ppd_runtime.training.parts import PartRun, PartTraining, Pass
 from ppd_runtime.training.probe_report import ProbeReport, report_probe
 from ppd_runtime.training.recipe import ExitRecipe
 
@@ -36,15 +37,18 @@ class ProbeTraining(PartTraining):
     residual stream are a thousand times larger than others. `probe` converts it to the states themselves.
     """
 
-    def __init__(self, recipe: ProbeRecipe, stage: LayerRange, rows: Tensor) -> None:
-        self.standardised = Probe(stage.model.config.hidden_size).to(stage.device)
-        super().__init__(recipe, stage, self.standardised, rows, chooses=True)
+    chooses = True
+
+    def new_learner(self, model: PreTrainedModel) -> Probe:
+        """The probe for standardised states."""
+        self.standardised = Probe(model.config.hidden_size).to(model.device)
+        return self.standardised
 
     def loss(self, states: Sequence[Tensor], labels: Tensor) -> Tensor:
         """AdaSPEED's probe loss, as a mean over the tokens of some rows."""
         (hidden,), (mean, deviation) = states, self._scale
         with torch.no_grad():
-            accepted = self.head(hidden).argmax(-1) == labels
+            accepted = self.final_head(hidden).argmax(-1) == labels
         log_odds = self.standardised.log_odds((hidden.float() - mean) / deviation)
         return F.binary_cross_entropy_with_logits(log_odds, accepted.float())
 
@@ -63,20 +67,16 @@ class ProbeTraining(PartTraining):
         (first,), _ = self.read(self.batch(0))
         return first.float().mean((0, 1)), first.float().std((0, 1)).clamp(min=1e-6)
 
+    def compare(self, passes: Iterable[Pass]) -> ProbeReport:
+        """The probe, and the draft's own confidence."""
+        return report_probe(self.probe(), self.final_head, passes)
+
+    def save(self, known: Mapping[str, Any], card: Mapping[str, Any]) -> None:
+        """Write the probe's folder."""
+        save_probe(known["folder"], self.probe(), ProbeInfo(**known), card)
+
 
 class ProbeRun(PartRun):
     """Trains a probe and writes its folder; see `PartRun`."""
 
-    training: ProbeTraining
-    recipe: ProbeRecipe
-
-    def new_training(self) -> ProbeTraining:
-        """The training of a new probe."""
-        return ProbeTraining(self.recipe, self.stage, self.rows)
-
-    def write(self, on_row: Callable[[int], None]) -> ProbeReport:
-        """Try the probe on held-out text and write its folder; `on_row` counts the rows."""
-        probe = self.training.probe()
-        report = report_probe(probe, self.training.head, self.held_out_passes(on_row))
-        save_probe(self.out, probe, ProbeInfo(**self.known()), self.account() | {"held_out": report.as_dict()})
-        return report
+    learns = ProbeTraining

@@ -39,9 +39,8 @@ def run_on(model: Path, data: Path, recipe: HeadRecipe = QUICK, out: str = "head
 
 
 def training_of(model: Path, recipe: HeadRecipe = QUICK) -> HeadTraining:
-    stage = load_stage(model)
     rows = torch.randint(1, 300, (10, 17), generator=torch.Generator().manual_seed(0))
-    return HeadTraining(recipe, stage, new_head(recipe.kind, stage.model), rows)
+    return HeadTraining(recipe, load_stage(model), rows)
 
 
 def test_the_papers_table_4(model_folder: ModelFolder) -> None:
@@ -106,7 +105,7 @@ def test_a_batch_in_parts_gives_the_same_step(model_folder: ModelFolder) -> None
     parts._rows_at_once = 3
     assert whole._rows_at_once > 4
     assert whole.step() == pytest.approx(parts.step(), rel=1e-5)
-    gradients = [training.learner.lm_head.weight.grad for training in (whole, parts)]
+    gradients = [training.head.lm_head.weight.grad for training in (whole, parts)]
     assert torch.allclose(*gradients, atol=1e-6)
     assert gradients[0].abs().max() > 1e-3
 
@@ -137,8 +136,7 @@ def test_training_helps_on_held_out_text(model_folder: ModelFolder, tmp_path: Pa
 
 
 def batches(run: ExitHeadRun) -> list[list[int]]:
-    rows = len(run.training.rows)
-    return [run.recipe.batch(step, rows).tolist() for step in range(run.training.num_steps)]
+    return [run.training.batch(step).tolist() for step in range(run.training.num_steps)]
 
 
 def test_the_folder_holds_what_was_trained(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_the_folder_holds_what_was_trained(model_folder: ModelFolder, tmp_path: 
     known = describe_head(tmp_path / "head", describe(str(folder)))
     loaded = load_head(known, run.stage.model)
     states = torch.randn(1, 7, 32, dtype=torch.bfloat16)
-    assert {p.dtype for p in run.training.learner.parameters()} == {torch.float32}
+    assert {p.dtype for p in run.training.head.parameters()} == {torch.float32}
     with torch.no_grad():
         assert torch.equal(loaded(states), run.training.logits(states))
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from heads_for_tests import write_texts
-from torch import nn
+from torch import Tensor, nn
 
 from ppd_runtime.models.trained.heads import AFFINE
+from ppd_runtime.training.adapt.answers import Text
+from ppd_runtime.training.adapt.states import Reader
 from ppd_runtime.training.adapter import AdapterRecipe, AdapterRun
 from ppd_runtime.training.exit_head import ExitHeadRun, HeadRecipe
 from ppd_runtime.training.layerskip import recipe_for
@@ -97,7 +100,7 @@ def test_another_kind_of_training_is_not_gone_on_with(run: AdapterRun) -> None:
 
 def test_an_unfinished_training_without_some_tensors(run: AdapterRun, model_folder: ModelFolder) -> None:
     run.train()
-    other = AdapterRun(str(model_folder("llama")), run.data, run.recipe, run.out, "float32")
+    other = AdapterRun(str(model_folder("llama")), run.data, run.training.recipe, run.out, "float32")
     other.training.network.more = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no unfinished training .*delete it to begin again"):
         other.train()
@@ -124,6 +127,30 @@ def test_no_room_for_the_folder(model_folder: ModelFolder, tmp_path: Path, kind:
     assert names(tmp_path) == ["out.unfinished", "texts.jsonl"]
     training.finish()
     assert names(tmp_path) == ["out", "texts.jsonl"]
+
+
+@pytest.mark.parametrize("part_run", [(AdapterRun, AdapterRecipe), (ProbeRun, ProbeRecipe), (ExitHeadRun, HeadRecipe)])
+def test_the_model_reads_a_row_once_where_there_is_room(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_run: tuple
+) -> None:
+    """Rows beyond that are read at each step, and the part is the same to the bit."""
+    trained, recipe = part_run
+    data, read, learnt = write_texts(tmp_path / "texts.jsonl", 40), list[Text](), list[list[Tensor]]()
+    reading = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda self, text: (read.append(text), reading(self, text))[1])
+    chosen = recipe(**SAME | {"epochs": 2, "max_steps": None, "batch_size": 16})
+    for number, rows_kept in enumerate((1000, 5)):
+        run = trained(str(model_folder("llama")), str(data), chosen, tmp_path / f"out-{number}", "float32")
+        layers = 1 + run.training.full_depth
+        monkeypatch.setattr(run, "_disk_gb", 1e-9 * rows_kept * 24 * (layers * 32 * 4 + 4))
+        run.train()
+        rows = len(run.rows)
+        scale = 16 - min(rows_kept, 16) if trained is ProbeRun else 0  # its first batch once more
+        assert len(read) == (rows if rows_kept > rows else 5 + 2 * (rows - 5) + scale)
+        assert {text.source for text in read} == set(range(rows))
+        learnt.append([parameter.detach() for parameter in run.training.network.parameters()])
+        read.clear()
+    assert all(torch.equal(*pair) for pair in zip(*learnt, strict=True))
 
 
 @pytest.mark.parametrize("kind", TRAININGS)
