@@ -1,6 +1,5 @@
 """`ppd train adapter`."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -46,9 +45,5 @@ def adapter(
         )
         recipe = AdapterRecipe(exit_layer=exit_layer, seed=seed, **changes)
         run = AdapterRun(model, data, recipe, out, dtype, device, disk_gb)
-        comparison = common.train_and_finish(run)
-        if as_json:
-            print(json.dumps({"out": str(out), "steps": run.training.num_steps, **comparison.as_dict()}))
-        else:
-            common.print_comparison(f"adapter for layer {exit_layer} of {run.info.num_layers}", run, comparison)
-            common.say(f"the adapter is in {out}")
+        title = f"adapter for layer {exit_layer} of {run.info.num_layers}"
+        common.train_and_report(run, title, "adapter", common.print_comparison, as_json=as_json)

@@ -1,9 +1,10 @@
 """What the training commands share: options, progress, and the report of a head or an adapter."""
 
 import contextlib
+import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,19 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def train_and_finish(run: "TrainingRun") -> Any:
+def train_and_report(run: "TrainingRun", title: str, noun: str, show: Callable[[Any], None], *, as_json: bool) -> None:
+    """Train, compare on held-out text, and print what came of it: one JSON object, or lines and what `show` prints."""
+    report, training = _train_and_finish(run), run.training
+    if as_json:
+        print(json.dumps({"out": str(run.out), "steps": training.num_steps, **report.as_dict()}))
+        return
+    trained = f"{training.num_steps} steps, {training.num_tokens} tokens"
+    say(f"{title} of {run.info.name}: {trained}; compared on {report.num_tokens} held-out tokens")
+    show(report)
+    say(f"the {noun} is in {run.out}")
+
+
+def _train_and_finish(run: "TrainingRun") -> Any:
     """Take the steps that are left and compare on held-out text, with progress; what `run.finish` gives."""
     steps, rows = run.training.num_steps, run.num_held_out_rows
     try:
@@ -76,14 +89,13 @@ def train_and_finish(run: "TrainingRun") -> Any:
         raise
 
 
-def print_comparison(title: str, run: "TrainingRun", comparison: "HeadComparison") -> None:
+def print_comparison(comparison: "HeadComparison") -> None:
     """A table of what an exit names before and after training, and the losses; at most 80 columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    console.print(summary(title, run, comparison.num_tokens), highlight=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("before → after", *(f"k={k}" for k in comparison.before.match_rates["greedy"])):
         table.add_column(heading, justify="left" if heading.startswith("before") else "right", no_wrap=True)
@@ -96,12 +108,6 @@ def print_comparison(title: str, run: "TrainingRun", comparison: "HeadComparison
         f"divergence from full depth {before.divergence:.4f} → {after.divergence:.4f}",
         highlight=False,
     )
-
-
-def summary(title: str, run: "TrainingRun", num_held_out: int) -> str:
-    """What was trained, how long, and what it is compared on."""
-    trained = f"{run.training.num_steps} steps, {run.training.num_tokens} tokens"
-    return f"{title} of {run.info.name}: {trained}; compared on {num_held_out} held-out tokens"
 
 
 def _changes(before: dict[int, float], after: dict[int, float]) -> list[str]:

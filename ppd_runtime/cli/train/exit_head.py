@@ -1,6 +1,5 @@
 """`ppd train exit-head`."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -55,10 +54,5 @@ def exit_head(
             seed=seed,
         )
         run = ExitHeadRun(model, data, chosen, out, dtype, device, disk_gb)
-        comparison = common.train_and_finish(run)
-        if as_json:
-            print(json.dumps({"out": str(out), "steps": run.training.num_steps, **comparison.as_dict()}))
-        else:
-            title = f"{kind} for layer {chosen.exit_layer} of {run.info.num_layers}"
-            common.print_comparison(title, run, comparison)
-            common.say(f"the head is in {out}")
+        title = f"{kind} for layer {chosen.exit_layer} of {run.info.num_layers}"
+        common.train_and_report(run, title, "head", common.print_comparison, as_json=as_json)

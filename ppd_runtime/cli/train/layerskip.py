@@ -1,6 +1,5 @@
 """`ppd train layerskip`."""
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,13 +68,7 @@ def layerskip(
 
         common.set_threads(threads)
         run = LayerSkipRun(model, data, recipe_for(from_scratch, **recipe), out, dtype, device)
-        report = common.train_and_finish(run)
-        if as_json:
-            print(json.dumps({"out": str(out), "steps": run.training.num_steps, **report.as_dict()}))
-        else:
-            common.say(common.summary("LayerSkip training", run, report.num_tokens))
-            _print_report(report)
-            common.say(f"the model is in {out}")
+        common.train_and_report(run, "LayerSkip training", "model", _print_report, as_json=as_json)
 
 
 def _print_report(report: "LayerSkipReport") -> None:

@@ -1,6 +1,5 @@
 """`ppd train probe`."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,14 +52,8 @@ def probe(
         )
         recipe = ProbeRecipe(exit_layer=layer, seed=seed, **changes)
         run = ProbeRun(model, data, recipe, out, dtype, device, disk_gb)
-        report = common.train_and_finish(run)
-        if as_json:
-            print(json.dumps({"out": str(out), "steps": run.training.num_steps, **report.as_dict()}))
-        else:
-            title = f"probe for layer {layer} of {run.info.num_layers}"
-            common.say(common.summary(title, run, report.num_tokens))
-            _print_report(report)
-            common.say(f"the probe is in {out}")
+        title = f"probe for layer {layer} of {run.info.num_layers}"
+        common.train_and_report(run, title, "probe", _print_report, as_json=as_json)
 
 
 def _print_report(report: "ProbeReport") -> None:
