@@ -78,9 +78,10 @@ class PartTraining(RecipeTraining):
         Yields the number of rows that are kept, and of those to read.
         """
         steps_of_epoch = -(-len(self.rows) // len(self.batch(0)))
-        texts = [self._text(row) for step in range(min(self.num_steps, steps_of_epoch)) for row in self.batch(step)]
+        rows = np.concatenate([self.batch(step) for step in range(min(self.num_steps, steps_of_epoch))])
         kept = KeptStates(folder, self._layers, self._model.config.hidden_size, self._model.dtype)
-        yield from ((done, len(texts)) for done in read_all(kept, texts, self._reader, most_bytes))
+        for done in read_all(kept, map(self._text, rows), self._reader, most_bytes):
+            yield done, len(rows)
         self._states, self._labels = [kept.states(layer) for layer in self._layers], kept.choices()
         self._places = {text.source: slice(text.places.start, text.places.stop) for text in kept.texts()}
 

@@ -1,9 +1,10 @@
 """Hidden states of texts after some of a model's layers, and labels of their tokens, in files of bounded size."""
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,12 +138,12 @@ class Reader:
         return states, torch.cat([self._head(some)[0].argmax(-1) for some in rows])
 
 
-def read_all(kept: KeptStates, texts: Sequence[Text], reader: Reader, most_bytes: float) -> Iterator[int]:
+def read_all(kept: KeptStates, texts: Iterable[Text], reader: Reader, most_bytes: float) -> Iterator[int]:
     """Keep the states of texts that are not kept yet, and yield the number of kept texts after each.
 
     It ends when the files would be larger than `most_bytes`.
     """
-    for text in texts[kept.num_texts :]:
+    for text in itertools.islice(texts, kept.num_texts, None):
         places = len(text.token_ids) - text.first
         if (kept.num_places + places) * kept.bytes_of_place > most_bytes:
             return
