@@ -13,12 +13,13 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.drafter import DrafterInfo, describe_drafter
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
-from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads
+from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
-from ppd_runtime.settings.config import SHARED, RuntimeConfig
+from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
 from ppd_runtime.settings.layouts import DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -47,6 +48,13 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
         return describe_heads(exit_head, info)
     head = describe_head(exit_head, info)
     return {head.exit_layer: head}
+
+
+def find_drafter(config: RuntimeConfig, info: ModelInfo) -> DrafterInfo | None:
+    """The drafter that the settings name, or the kept one, or none; ValueError if it is not for this model."""
+    if config.drafter is None:
+        return kept_drafter(info)
+    return None if config.drafter == NONE else describe_drafter(config.drafter, info)
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
@@ -194,6 +202,7 @@ def worker_specs(
             heavy_length=heavy,
             prefix_cache_tokens=config.prefix_tokens,
             draft_memory_mb=config.draft_memory if rank == layout.guesser else 0,
+            drafter=None if elsewhere or config.stages != 1 else find_drafter(config, info),
         )
         for rank in range(processes)
     ]

@@ -32,7 +32,7 @@ class Guessing(IntEnum):
     REPETITIONS = 1
     """What followed the same tokens earlier in the text, which needs no layer."""
     EXITS = 2
-    """What exit heads name."""
+    """What exit heads and networks name."""
 
 
 class SpeculationPolicy(Protocol):

@@ -42,6 +42,8 @@ UNSET: Any = object()
 """Stands for an argument that was not given."""
 SHARED = "shared"
 """Names the model's own final norm and head where an exit head is chosen."""
+NONE = "none"
+"""Stands for no drafter."""
 USUAL_K = 3
 """Candidates, where nothing says how many."""
 _MOST_ROWS = 64
@@ -56,27 +58,13 @@ _NUMBERS = (  # least and most
 )
 ROOM = ("max_requests", "max_cache_tokens", "prefix_cache_tokens", "draft_memory_mb")
 """Settings of the staged layout alone, of how much it holds."""
-_FOR_STAGES = ("rows", "repetitions", *ROOM)
+_FOR_STAGES = ("drafter", "rows", "repetitions", *ROOM)
 """Settings of the staged layout alone."""
-_CHOSEN = (
-    "k",
-    "stages",
-    "cuts",
-    "rows",
-    "repetitions",
-    "guess_vocab",
-    "exit_layer",
-    "workers",
-    "threads_per_worker",
-    "transport",
-    "launcher",
-    "ray_address",
-    "bind_interface",
-    "speculation",
-    "run_ahead",
-    "placement",
-    "gpus_per_worker",
+_LAYOUT_CHOICES = "k stages cuts drafter rows repetitions guess_vocab exit_layer workers"
+_PLACE_CHOICES = (
+    "threads_per_worker transport launcher ray_address bind_interface speculation run_ahead placement gpus_per_worker"
 )
+_CHOSEN = (*_LAYOUT_CHOICES.split(), *_PLACE_CHOICES.split())
 """Settings that `layout` decides."""
 
 
@@ -142,6 +130,8 @@ class RuntimeConfig(Placed):
     train exit-head` writes such a folder. With `stages` a folder of such folders is taken too: each head serves the
     boundary after its layer, the others share the model's. Kept heads serve stages alone; without them it is
     "shared". An `OracleHead` is for tests and benchmarks."""
+    drafter: str | None = None
+    """With `stages=1`, a trained drafter's folder, or none; default: what `ppd adapt` has kept for the model."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
@@ -262,6 +252,8 @@ class RuntimeConfig(Placed):
         for name in ("exit_layer", "workers"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
+        if self.drafter not in (None, NONE) and self.stages > 1:
+            raise ValueError(f"drafter={self.drafter!r} with stages={self.stages}: is for one stage, give stages=1")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
 
@@ -292,7 +284,7 @@ class RuntimeConfig(Placed):
 
     def _name_objects(self) -> None:
         """Put names in the place of paths and of PyTorch's dtypes."""
-        for name in ("model", "exit_head", "guess_counts"):
+        for name in ("model", "exit_head", "drafter", "guess_counts"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         if type(self.dtype).__module__ == "torch":

@@ -6,7 +6,8 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, TrainedHead
+from ppd_runtime.models.trained.drafter import load_drafter
+from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
 from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -17,8 +18,10 @@ from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.single_stage import SingleStage
-from ppd_runtime.pipeline.staged.tree import MOST_HELD
+from ppd_runtime.pipeline.staged.tree import MOST_HELD, MOST_NODES
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.layouts import DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.workers.session import Decider, Helper, Session
 from ppd_runtime.workers.spec import WorkerSpec
@@ -53,7 +56,7 @@ class Role(ABC):
         self.others = range(1, spec.layout.num_processes)
 
     @abstractmethod
-    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+    def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
         """The machine of the process that decides."""
 
     @abstractmethod
@@ -78,7 +81,7 @@ class PaperRole(Role):
         self.keeps_requests = spec.rank == DECIDER
         self._runs_ahead = layout.runs_ahead(spec.info.num_layers)
 
-    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+    def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
         asked = not self._runs_ahead
         return MainProcess(self.stage, self.layout.exit_layer, self.others, session.send, session.begin, asked, policy)
 
@@ -106,10 +109,11 @@ class StagedRole(Role):
         self._calibration = GuessRecord()
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
+        self._drafter = load_drafter(spec.drafter, stage.model) if spec.drafter else None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
-    def decider(self, session: Session, policy: SpeculationPolicy) -> Decider:
+    def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
         layout = self.layout
         if not layout.cuts:
             return SingleStage(
@@ -122,6 +126,7 @@ class StagedRole(Role):
                 layout.repetitions,
                 layout.row_cost,
                 self._earlier,
+                self._network(session.begin, sampler),
             )
         if self._fits_one_process(session.begin):
             begin = session.begin
@@ -132,6 +137,17 @@ class StagedRole(Role):
                 return MainProcess(whole, whole.num_layers, (), session.send, begin, False, of_one)
         return LastStage(
             self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy
+        )
+
+    def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
+        """The trained drafter for a request."""
+        if self._drafter is None:
+            return None
+        network, stage = self._drafter.another(), self.stage
+        ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
+        capacity = begin.params.max_new_tokens + MOST_NODES
+        return NetworkDrafts(
+            network, ranking, self.layout.k, capacity, lambda: stage.layer_seconds * self.spec.info.num_layers
         )
 
     def _fits_one_process(self, begin: Begin) -> bool:

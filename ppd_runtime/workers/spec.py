@@ -10,6 +10,7 @@ import torch
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, QuickestGuessing, SpeculationPolicy
@@ -28,6 +29,8 @@ class WorkerSpec:
     device: str
     threads: int
     exit_head: str | HeadInfo | OracleHead = SHARED
+    drafter: DrafterInfo | None = None
+    """The trained drafter of a single stage."""
     cores: tuple[int, ...] = ()
     """CPU cores that the worker is pinned to; empty: none in particular."""
     emulate: EmulatedDevice | None = None
@@ -60,7 +63,7 @@ class WorkerSpec:
         ways = [Guessing.NOTHING]
         if self.layout.repetitions:
             ways.append(Guessing.REPETITIONS)
-        if self.layout.num_processes > 1:
+        if self.layout.num_processes > 1 or self.drafter is not None:
             ways.append(Guessing.EXITS)
         return QuickestGuessing(ways, self.way_seconds, self.heavy_length)
 

@@ -320,7 +320,7 @@ class Worker:
     def _decode(self, session: Session, sampler: Sampler) -> Machine:
         """The running machine of the process that decides tokens."""
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, session.begin.prompt_ids)
-        session.machine = decider = self._role.decider(session, self._policy)
+        session.machine = decider = self._role.decider(session, sampler, self._policy)
         return decider.decode(sampler, stop)
 
     def _help(self, session: Session, sampler: Sampler) -> Machine:

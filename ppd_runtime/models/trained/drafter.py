@@ -33,8 +33,10 @@ _INT8 = "int8"
 class DraftNetwork(Protocol):
     """Names what may follow a request's newest certain token, and chains of guesses behind it."""
 
-    tokens: Sequence[int]
-    """Those whose chances `draft` gives."""
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Those whose chances `draft` gives."""
+        ...
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence; make room for one of at most `capacity` tokens, guesses among them."""
@@ -208,7 +210,8 @@ class Drafter:
 
 def _in_few_bits(network: DrafterNetwork) -> None:
     for name, part in list(network.named_children()):
-        setattr(network, name, _of_few_bits(part))
+        if isinstance(part, nn.Linear):
+            setattr(network, name, _of_few_bits(part))
 
 
 def _of_few_bits(part: nn.Linear) -> nn.Module:

@@ -6,10 +6,13 @@ from pathlib import Path
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints
+from ppd_runtime.models.trained.drafter import DrafterInfo, describe_drafter
 from ppd_runtime.models.trained.heads import HeadInfo, describe_heads
 from ppd_runtime.settings.config import FLOATS
 
 logger = logging.getLogger(__name__)
+DRAFTER = "drafter"
+"""The drafter's folder beside the heads'."""
 COUNTS = "guess_counts.json"
 """The file beside the heads' folders of how often each token occurs, by which their shortlist was chosen."""
 
@@ -31,15 +34,26 @@ def kept_heads(info: ModelInfo) -> dict[int, HeadInfo]:
     None without such a folder; one that is damaged is left aside, with a warning.
     """
     try:
-        places = cache_folder() / "heads"
-        if not places.is_dir():
-            return {}
-        names = (_name(one, weights) for weights in (info.weights_name, FLOATS) for one in fingerprints(info))
-        folder = next((places / name for name in names if (places / name).is_dir()), None)
-        return describe_heads(folder, info) if folder else {}
+        return describe_heads(folder, info) if (folder := _found_folder(info)) else {}
     except (OSError, ValueError) as error:
         logger.warning("the model's own heads guess, for the kept ones cannot be used: %s", error)
         return {}
+
+
+def kept_drafter(info: ModelInfo) -> DrafterInfo | None:
+    """The drafter beside the kept heads; None if there is none. A damaged one is left aside, with a warning."""
+    try:
+        folder = _found_folder(info)
+        return describe_drafter(folder / DRAFTER, info) if folder and (folder / DRAFTER).is_dir() else None
+    except (OSError, ValueError) as error:
+        logger.warning("no drafter guesses, for the kept one cannot be used: %s", error)
+        return None
+
+
+def _found_folder(info: ModelInfo) -> Path | None:
+    places = cache_folder() / "heads"
+    names = (_name(one, weights) for weights in (info.weights_name, FLOATS) for one in fingerprints(info))
+    return next((places / name for name in names if (places / name).is_dir()), None) if places.is_dir() else None
 
 
 def _name(fingerprint: str, weights: str) -> str:

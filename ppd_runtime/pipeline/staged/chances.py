@@ -11,6 +11,8 @@ _BINS = 8  # bins of a head's probability
 _PRIOR_WEIGHT = 4.0  # the head's weight, in trials
 _OVERRULED = 0.1  # share of the probability left, for a token that a later boundary no longer names
 _MILLION = 10**6
+NETWORK = -1
+"""Stands among boundaries for a drafter's network: boundary 0 like the text's drafters, with chances of its own."""
 
 
 class GuessRecord:
@@ -45,10 +47,15 @@ class Successors:
     by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
 
     def chances(self, calibration: GuessRecord) -> dict[int, float]:
-        """The chance of each named token; the latest boundary that named tokens overrules the others."""
+        """The chance of each named token; the latest boundary that named tokens overrules the others.
+
+        The text and a network share boundary 0: there the more confident one counts.
+        """
         if not self.by_boundary:
             return {}
         latest = max(self.by_boundary)
+        if latest == 0 and NETWORK in self.by_boundary:
+            return self._drafted(calibration)
         found = {
             token: calibration.chance(latest, rank, said) for rank, (token, said) in enumerate(self.by_boundary[latest])
         }
@@ -58,10 +65,17 @@ class Successors:
                 found.setdefault(token, left)
         return found
 
+    def _drafted(self, calibration: GuessRecord) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for boundary, guesses in self.by_boundary.items():
+            for rank, (token, said) in enumerate(guesses):
+                found[token] = max(found.get(token, 0.0), calibration.chance(boundary, rank, said))
+        return found
+
     def first_boundary(self, token: int) -> int | None:
         """The first boundary that named the token; None if none did."""
         named = (b for b in sorted(self.by_boundary) if any(token == guess for guess, _ in self.by_boundary[b]))
-        return next(named, None)
+        return max(first, 0) if (first := next(named, None)) is not None else None
 
     def learn(self, calibration: GuessRecord, token: int) -> None:
         """Count the guesses of all boundaries: `token` was right."""

@@ -21,6 +21,7 @@ class Source(IntEnum):
 
     OWN_TEXT = 0
     EARLIER_TEXTS = 1
+    NETWORK = 2
 
 
 _SAID = {
@@ -39,7 +40,7 @@ class Draft(NamedTuple):
     """How likely it is, before experience."""
     source: Source
     length: int
-    """Tokens of the match that it follows."""
+    """Tokens of the match that it follows; a network's guesses before it."""
 
 
 def length_bin(length: int) -> int:

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
 from ppd_runtime.pipeline.speculation_policy import Guessing
-from ppd_runtime.pipeline.staged.chances import Guess, GuessRecord, Successors
+from ppd_runtime.pipeline.staged.chances import NETWORK, Guess, GuessRecord, Successors
 from ppd_runtime.pipeline.staged.drafters import Draft, Drafter, FromEarlierTexts, OwnText
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, NodeTree, number_of
 
+_SURE = 0.8  # chance of a text's guess beside which a network is not asked
+_MOST_STATES = 256  # of tokens that a network has not followed yet
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a row
 
 
@@ -35,6 +40,7 @@ class RowChooser:
         earlier: texts in which boundary 0 looks, too.
         only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
         row_cost: what a further row adds to a pass, as a share of the first one's time.
+        network: a trained drafter's, which boundary 0 asks too.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class RowChooser:
         only_chains: bool,
         row_cost: float,
         earlier: EarlierTexts | None = None,
+        network: NetworkDrafts | None = None,
     ) -> None:
         self.tree, self.last_position, self.calibration = tree, last_position, calibration
         self.only_chains, self.row_cost = only_chains, row_cost
@@ -56,6 +63,7 @@ class RowChooser:
         if earlier is not None:
             self._drafters.append(FromEarlierTexts(earlier))
         self._followed = 0  # certain tokens that the drafters know
+        self._network, self._states = network, dict[int, Tensor]()
 
     def next_is_certain(self) -> bool:
         """Whether a certain token waits for its pass."""
@@ -80,7 +88,7 @@ class RowChooser:
             best = heapq.heappop(waiting)
             if chosen and best.chance < self.row_cost:  # it saves one pass at most
                 break
-            chosen.append(self._enter(best.parent, best.token))
+            chosen.append(self._enter(best.parent, best.token, best.chance))
             for further in self._candidates_behind(chosen[-1], best.chance):
                 heapq.heappush(waiting, further)
         return chosen
@@ -91,11 +99,21 @@ class RowChooser:
         if guesses:
             successors.by_boundary[boundary] = guesses
 
+    def note_state(self, position: int, state: Tensor) -> None:
+        """The last layer's state of a certain token, `[1, 1, hidden_size]`, from which its successor was chosen."""
+        if self._network is not None:
+            self._states[position] = state
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
+
     def follow_text(self) -> None:
         """Have boundary 0's drafters read the certain tokens that they do not know yet."""
         history = self.tree.history
         if self.guessing < Guessing.REPETITIONS or self._followed == len(history):
             return
+        if self._network is not None:
+            for position in range(max(self._followed, 1), len(history)):
+                self._network.follow(history[position], self._states.pop(position - 1, None))
         for drafter in self._drafters:
             if self._followed:
                 for token in islice(history, self._followed, None):
@@ -104,8 +122,8 @@ class RowChooser:
                 drafter.begin(history)
         self._followed = len(history)
 
-    def name_drafts(self, node: Node) -> None:
-        """Boundary 0: have drafters name what may follow a guess or the newest certain token."""
+    def name_drafts(self, node: Node, chance: float = 1.0) -> None:
+        """Boundary 0: have drafters name what may follow a guess, its path's chance given, or the newest token."""
         if self.guessing < Guessing.REPETITIONS or (node.is_certain and not self.tree.is_newest(node)):
             return
         self.follow_text()
@@ -121,6 +139,12 @@ class RowChooser:
         if drafts:
             likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
             self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
+        said = max((draft.said for draft in drafts.values()), default=0.0)
+        if self._network is None or self.guessing < Guessing.EXITS or node.position >= self.last_position:
+            return
+        if said < _SURE and self._network.is_worth(chance):
+            named = self._network.guesses(path, self.tree.text(node))
+            self.name(node, NETWORK, [(draft.token, draft.said) for draft in named])
 
     def forget_dropped(self) -> None:
         """Forget what was named to follow nodes that are gone."""
@@ -162,8 +186,8 @@ class RowChooser:
                 of_children[child.number] = chance * own
         return found
 
-    def _enter(self, parent: Node, token: int) -> Node:
+    def _enter(self, parent: Node, token: int, chance: float = 1.0) -> Node:
         node = self.tree.add(number_of(parent.number, token), token, parent.position + 1, parent.number)
         assert node is not None, "what enters stands behind a node that may come true"
-        self.name_drafts(node)
+        self.name_drafts(node, chance)
         return node

@@ -10,6 +10,7 @@ from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.decider import StagedDecider
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
@@ -44,13 +45,16 @@ class SingleStage(StagedDecider):
         repetitions: bool = True,
         row_cost: float = 0.0,
         earlier: EarlierTexts | None = None,
+        network: NetworkDrafts | None = None,
     ) -> None:
         super().__init__(stage, send, begin, policy)
         self.rows = rows
         self.asked = self.foreseen = 0
         last_position = len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
-        self._chooser = RowChooser(self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier)
+        self._chooser = RowChooser(
+            self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier, network
+        )
 
     def take_turn(self, rows: int) -> None:
         """Go on with at most `rows` of a pass."""
@@ -73,6 +77,7 @@ class SingleStage(StagedDecider):
             if (hidden := self._decisive()) is None:
                 yield from self._run_pass()
                 continue
+            self._chooser.note_state(len(self.history) - 1, hidden)
             token = self._choose((yield Logits(self.stage, hidden)), stop)
             if self.finish_reason:
                 return token

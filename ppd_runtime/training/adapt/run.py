@@ -21,7 +21,7 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
 from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
-from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads_folder
+from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, drafted
@@ -248,7 +248,7 @@ class _Adaptation:
             if drafter:
                 about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))
                 made = {"steps": drafter.steps, "held_out": report.drafter}
-                save_drafter(folder / "drafter", drafter.learner, about, account | made)
+                save_drafter(folder / DRAFTER, drafter.learner, about, account | made)
 
     def _known(self, folder: Path, layer: int) -> dict[str, Any]:
         """What every part's card says; see `PartInfo`."""

@@ -1,0 +1,79 @@
+"""Boundary 0 with a network: a trained drafter names what may follow a node, from the last layer's states."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, stack
+
+from ppd_runtime.models.trained.drafter import DraftNetwork
+from ppd_runtime.models.trained.exit_heads import ShortlistSampler
+from ppd_runtime.pipeline.staged.drafters import Draft, Source
+from ppd_runtime.sampling.sampler import Sampler
+
+_GAIN = 0.5  # of a token, for what a node's successors are named, if the node comes true
+_WEIGHT = 0.1  # the newest draft's time
+
+
+class NetworkDrafts:
+    """A drafter's network for one request. A cursor holds the guesses behind the newest certain token.
+
+    The network reads certain tokens only when something is asked, then all that wait at once. Where a token's state is
+    missing, it begins anew behind the gap: its keys and values are context, which guesses can do without.
+
+    Args:
+        network: for this request alone.
+        ranking: the request's, over the network's tokens.
+        k: tokens to name behind a node.
+        capacity: new tokens of the request and guesses behind them, at the most.
+        pass_seconds: gives the time of the model's pass over one token, 0 while unknown.
+    """
+
+    newest: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        ranking: Sampler | ShortlistSampler,
+        k: int,
+        capacity: int,
+        pass_seconds: Callable[[], float],
+    ) -> None:
+        self._network, self._ranking, self._k, self._capacity = network, ranking, k, capacity
+        self._pass_seconds, self._seconds = pass_seconds, 0.0
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._begins = True
+        self._has_read = False
+
+    def follow(self, token: int, state: Tensor | None) -> None:
+        """One more token is certain; `state` `[1, 1, hidden_size]` is the last layer's of the token before."""
+        if state is None:
+            self._begins, self._has_read, self._waiting = True, False, []
+        else:
+            self._waiting.append((token, state))
+
+    def is_worth(self, chance: float) -> bool:
+        """Whether to name what follows a node whose path has this chance costs less than it may save."""
+        seconds = self._pass_seconds()
+        return not seconds or chance * _GAIN * seconds > self._seconds
+
+    def guesses(self, cursor: Sequence[int], text: Sequence[int]) -> Sequence[Draft]:
+        """What may follow a node, whose `text` ends with the guesses; nothing before a token with a state."""
+        began = time.perf_counter()
+        self._read()
+        if not self._has_read:
+            return ()
+        (named,) = self._ranking.guesses(self._network.draft([cursor]), [text], self._k)
+        seconds = time.perf_counter() - began
+        self._seconds += (_WEIGHT if self._seconds else 1.0) * (seconds - self._seconds)
+        return [Draft(token, said, Source.NETWORK, len(cursor)) for token, said in named]
+
+    def _read(self) -> None:
+        """Have the network follow the tokens that wait."""
+        if not self._waiting:
+            return
+        if self._begins:
+            self._network.begin(self._capacity)
+            self._begins = False
+        tokens, states = zip(*self._waiting, strict=True)
+        self._network.follow(tokens, stack([state[0] for state in states]))
+        self._waiting, self._has_read = [], True
