@@ -1,5 +1,6 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
 from ppd_runtime.settings.layouts import DECIDER, Layout, PaperLayout, StagedLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
+logger = logging.getLogger(__name__)
 USUAL_SHORTLIST = 8192
 """The default number of tokens to guess among, if the head is large."""
 _MANY_TOKENS = 2 * USUAL_SHORTLIST
@@ -55,6 +57,15 @@ def find_drafter(config: RuntimeConfig, info: ModelInfo) -> DrafterInfo | None:
     if config.drafter is None:
         return kept_drafter(info)
     return None if config.drafter == NONE else describe_drafter(config.drafter, info)
+
+
+def _of_other_tokens(config: RuntimeConfig, drafter: DrafterInfo) -> None:
+    """A drafter whose tokens are not those that stages guess among; ValueError if the settings name it."""
+    if config.drafter is None:
+        logger.warning("no drafter guesses: the kept one names other tokens than guess_vocab has")
+        return
+    named = f"drafter={config.drafter!r}: names {len(drafter.tokens)} tokens, others than stages guess among"
+    raise ValueError(f"{named}; give guess_vocab={len(drafter.tokens)} with the drafter's guess_counts, or stages=1")
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
@@ -126,17 +137,19 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
     return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
 
 
-def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads) -> tuple[int, ...]:
+def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter: DrafterInfo | None) -> tuple[int, ...]:
     """The tokens to guess among; empty: the whole vocabulary.
 
-    The default is a shortlist for a model whose head has more weights than one of its layers, by the counts that lie
-    beside trained heads, if there are any.
+    The default is a shortlist for a model whose head has more weights than one of its layers, a drafter's own, or by
+    the counts that lie beside trained heads, if there are any.
     """
     size = config.guess_vocab
     if size is None and isinstance(heads, dict):
         size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
     if size is None or size == info.vocab_size:
         return ()
+    if drafter and size == len(drafter.tokens) and not config.guess_counts:
+        return drafter.tokens
     return shortlist(size, info.vocab_size, config.guess_counts or _counts_beside(heads))
 
 
@@ -176,7 +189,8 @@ def worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
-    guess_tokens = _guess_tokens(config, info, heads)
+    drafter = None if elsewhere or config.stages is None else find_drafter(config, info)
+    guess_tokens = _guess_tokens(config, info, heads, drafter)
     joins, guess_vocab = is_float32_on_cpu(device, dtype), len(guess_tokens) or None
     layout: Layout = (
         staged_layout(config, info.num_layers, joins, guess_vocab)
@@ -188,6 +202,8 @@ def worker_specs(
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
+    if drafter and config.stages != 1 and drafter.tokens != (guess_tokens or drafter.tokens):
+        drafter = _of_other_tokens(config, drafter)
     specs = [
         WorkerSpec(
             rank=rank,
@@ -202,7 +218,7 @@ def worker_specs(
             heavy_length=heavy,
             prefix_cache_tokens=config.prefix_tokens,
             draft_memory_mb=config.draft_memory if rank == layout.guesser else 0,
-            drafter=None if elsewhere or config.stages != 1 else find_drafter(config, info),
+            drafter=drafter if rank in (DECIDER, layout.guesser) else None,
         )
         for rank in range(processes)
     ]

@@ -131,7 +131,7 @@ class RuntimeConfig(Placed):
     boundary after its layer, the others share the model's. Kept heads serve stages alone; without them it is
     "shared". An `OracleHead` is for tests and benchmarks."""
     drafter: str | None = None
-    """With `stages=1`, a trained drafter's folder, or none; default: what `ppd adapt` has kept for the model."""
+    """With `stages`, a trained drafter's folder, or none; default: what `ppd adapt` has kept for the model."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
@@ -252,8 +252,6 @@ class RuntimeConfig(Placed):
         for name in ("exit_layer", "workers"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
-        if self.drafter not in (None, NONE) and self.stages > 1:
-            raise ValueError(f"drafter={self.drafter!r} with stages={self.stages}: is for one stage, give stages=1")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
 

@@ -60,7 +60,7 @@ class Role(ABC):
         """The machine of the process that decides."""
 
     @abstractmethod
-    def helper(self, session: Session, head: AnyHead) -> Helper:
+    def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
         """The machine of any other process."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class PaperRole(Role):
         asked = not self._runs_ahead
         return MainProcess(self.stage, self.layout.exit_layer, self.others, session.send, session.begin, asked, policy)
 
-    def helper(self, session: Session, head: AnyHead) -> Helper:
+    def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
         rank, begin = self.spec.rank, session.begin
         if self._runs_ahead:
             return RunAheadSubProcess(self.stage, head, rank, session.send, begin)
@@ -109,7 +109,8 @@ class StagedRole(Role):
         self._calibration = GuessRecord()
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
-        self._drafter = load_drafter(spec.drafter, stage.model) if spec.drafter else None
+        drafts = spec.drafter if spec.rank == layout.guesser else None
+        self._drafter = load_drafter(drafts, stage.model) if drafts else None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
@@ -136,7 +137,13 @@ class StagedRole(Role):
                 whole.recorder = session.recorder
                 return MainProcess(whole, whole.num_layers, (), session.send, begin, False, of_one)
         return LastStage(
-            self._rows.another(), self.spec.info.num_layers, self.others, session.send, session.begin, policy
+            self._rows.another(),
+            self.spec.info.num_layers,
+            self.others,
+            session.send,
+            session.begin,
+            policy,
+            tells_states=self.spec.drafter is not None,
         )
 
     def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
@@ -147,7 +154,11 @@ class StagedRole(Role):
         ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
         capacity = begin.params.max_new_tokens + MOST_NODES
         return NetworkDrafts(
-            network, ranking, self.layout.k, capacity, lambda: stage.layer_seconds * self.spec.info.num_layers
+            network,
+            ranking,
+            self.layout.k,
+            capacity,
+            lambda: stage.layer_seconds * (stage.num_layers - stage.first_layer),
         )
 
     def _fits_one_process(self, begin: Begin) -> bool:
@@ -165,7 +176,7 @@ class StagedRole(Role):
             self._whole = emulated(whole, spec.emulate)
         return self._whole
 
-    def helper(self, session: Session, head: AnyHead) -> Helper:
+    def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
         layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
         if rank != _FIRST:
             return MiddleStage(stage, head, rank, stages, layout.k, session.send, session.begin)
@@ -182,6 +193,7 @@ class StagedRole(Role):
             only_chains=stage.only_chains,
             row_cost=layout.row_cost,
             earlier=self._earlier,
+            network=self._network(session.begin, sampler),
         )
 
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:

@@ -30,7 +30,7 @@ class WorkerSpec:
     threads: int
     exit_head: str | HeadInfo | OracleHead = SHARED
     drafter: DrafterInfo | None = None
-    """The trained drafter of a single stage."""
+    """The trained drafter that the first or the only stage asks; the last one sends it states."""
     cores: tuple[int, ...] = ()
     """CPU cores that the worker is pinned to; empty: none in particular."""
     emulate: EmulatedDevice | None = None

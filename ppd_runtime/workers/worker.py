@@ -325,7 +325,7 @@ class Worker:
 
     def _help(self, session: Session, sampler: Sampler) -> Machine:
         """The running machine of any other process."""
-        session.machine = helper = self._role.helper(session, self._exit_head(sampler, session.recorder))
+        session.machine = helper = self._role.helper(session, self._exit_head(sampler, session.recorder), sampler)
         return helper.serve()
 
     def _exit_head(self, sampler: Sampler, recorder: Recorder | None = None) -> AnyHead:

@@ -2,16 +2,20 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from heads_for_tests import make_head
 
-from ppd_runtime import PPDRuntime
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, save_drafter
 from ppd_runtime.models.trained.heads import AFFINE, HeadInfo
-from ppd_runtime.models.trained.kept_heads import COUNTS, kept_heads_folder
+from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
 
 ModelFolder = Callable[..., Path]
 
@@ -68,3 +72,78 @@ def test_damaged_heads_are_left_aside_with_a_line(model: str, caplog: pytest.Log
     assert layers_of(model, stages=2) == []
     (line,) = caplog.messages
     assert line.startswith("the model's own heads guess, for the kept ones cannot be used: exit_head=")
+
+
+def make_drafter(folder: Path, model: str) -> None:
+    """A drafter with random weights, whose layer does something."""
+    torch.manual_seed(0)
+    network, info = DrafterNetwork(32), describe(model)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    about = DrafterInfo(folder, info.name, model_fingerprint(info), 0, 32, 300, "", tuple(range(5, 105)))
+    save_drafter(folder, network, about, {})
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_one_stage_finds_the_drafter_and_decodes_as_ever(model: str, weights: str | None, tmp_path: Path) -> None:
+    make_drafter(kept_heads_folder(describe(model)) / DRAFTER, model)
+    make_drafter(tmp_path / "mine", model)
+    given = {"weights": weights, "compile": True, "dtype": "float32"}
+    ordinary = OrdinaryDecoding(model, **given)
+    for drafter in (None, "none", tmp_path / "mine"):
+        settings = {"stages": 1, "rows": 4, "drafter": drafter, "speculation": "always", **given}
+        with PPDRuntime(model, **settings) as runtime:
+            assert (runtime._specs[0].drafter is None) == (drafter == "none")
+            for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+                asked = {"max_new_tokens": 24, "ignore_eos": True, **sampling}
+                result = runtime.generate("the quick brown fox", **asked)
+                assert result.token_ids == ordinary.generate("the quick brown fox", **asked).token_ids
+                assert drafter == "none" or result.stats.hits + result.stats.misses == 23
+            with ThreadPoolExecutor(3) as pool:
+                found = pool.map(
+                    lambda prompt: runtime.generate(prompt, max_new_tokens=16).token_ids, ["the", "a", "I"]
+                )
+                expected = [ordinary.generate(prompt, max_new_tokens=16).token_ids for prompt in ("the", "a", "I")]
+                assert list(found) == expected
+
+
+def test_a_damaged_drafter_is_left_aside_and_one_that_is_named_is_refused(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = kept_heads_folder(describe(model)) / DRAFTER
+    make_drafter(folder, model)
+    with (folder / "drafter.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with PPDRuntime(model, stages=1) as runtime:
+        assert runtime._specs[0].drafter is None
+    line, *_ = caplog.messages
+    assert line.startswith("no drafter guesses, for the kept one cannot be used: drafter=")
+    with pytest.raises(ValueError, match="drafter.safetensors is not what drafter.json describes"):
+        PPDRuntime(model, stages=1, drafter=folder)
+    with pytest.raises(ValueError, match="drafter='mine': is for the staged layout"):
+        PPDRuntime(model, k=1, drafter="mine")
+    with pytest.raises(ValueError, match="drafter='mine': holds no drafter.json"):
+        PPDRuntime(model, stages=1, drafter="mine")
+
+
+@pytest.mark.parametrize("settings", [{"transport": "local"}, {"launcher": "processes", "guess_vocab": 300}])
+def test_stages_ask_the_drafter_with_the_states_of_certain_tokens(model: str, settings: dict[str, Any]) -> None:
+    folder = kept_heads_folder(describe(model)) / DRAFTER
+    make_drafter(folder, model)
+    ordinary = OrdinaryDecoding(model)
+    with PPDRuntime(model, stages=2, speculation="always", exit_head="shared", **settings) as runtime:
+        assert [spec.drafter is not None for spec in runtime._specs] == [True, True]
+        for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+            asked = {"max_new_tokens": 24, "ignore_eos": True, **sampling}
+            expected = ordinary.generate("the quick brown fox", **asked).token_ids
+            assert runtime.generate("the quick brown fox", **asked).token_ids == expected
+
+
+def test_a_drafter_of_other_tokens_is_left_aside_or_refused(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = kept_heads_folder(describe(model)) / DRAFTER
+    make_drafter(folder, model)
+    with PPDRuntime(model, stages=2, guess_vocab=7, transport="local") as runtime:
+        assert not any(spec.drafter for spec in runtime._specs)
+    assert "no drafter guesses: the kept one names other tokens than guess_vocab has" in caplog.messages
+    with pytest.raises(ValueError, match="names 100 tokens, others than stages guess among; give guess_vocab=100"):
+        PPDRuntime(model, stages=2, guess_vocab=7, drafter=folder)

@@ -15,6 +15,7 @@ from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import GuessRecord, of_message
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.follower import FollowerStage
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
 from ppd_runtime.pipeline.staged.tree import Node
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
@@ -43,10 +44,11 @@ class FirstStage(FollowerStage):
         only_chains: bool = False,
         row_cost: float = 0.0,
         earlier: EarlierTexts | None = None,
+        network: NetworkDrafts | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows = num_stages, rows
-        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier)
+        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network)
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name; last, those that none named."""
         self._counted_to = 0  # position; a new attempt runs its tokens again
@@ -72,6 +74,8 @@ class FirstStage(FollowerStage):
     def _take(self, message: Message) -> None:
         if isinstance(message, Token):
             self.chooser.guessing = message.guessing
+            if message.hidden is not None:
+                self.chooser.note_state(message.position - 1, message.hidden)
         super()._take(message)
 
     def _attempt(self) -> Machine:

@@ -44,7 +44,8 @@ _MOST_TOKENS = 2**22
 class LastStage(StagedDecider):
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
-    With each token the stages hear what to guess after it, by the `policy`.
+    With each token the stages hear what to guess after it, by the `policy`. If the first stage has a drafter's network
+    (`tells_states`), it also hears the state from which the token was chosen.
 
     What takes longer than it can is lost. First this stage repeats what is certain, and each stage asks the one before
     it for what may be lost; then it begins another attempt.
@@ -58,9 +59,10 @@ class LastStage(StagedDecider):
         send: Send,
         begin: Begin,
         policy: SpeculationPolicy | None = None,
+        tells_states: bool = False,
     ) -> None:
         super().__init__(stage, send, begin, policy)
-        self.num_layers, self.others = num_layers, tuple(others)
+        self.num_layers, self.others, self._tells_states = num_layers, tuple(others), tells_states
         # above a predecessor's epochs: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
@@ -89,10 +91,17 @@ class LastStage(StagedDecider):
             self.policy.note(len(self.history))
             guessing = self.policy.guessing
             certain = Token(DECIDER, self.begin.request, len(self.history) - 1, token, MISS, guessing=guessing)
-            self.send(self.others, certain)
+            self._tell_stages(certain, hidden)
             self._tell_client(certain)
             self._tell_progress()
             self._tree.settle()
+
+    def _tell_stages(self, certain: Token, hidden: Tensor) -> None:
+        if self._tells_states and certain.guessing >= Guessing.EXITS:
+            self.send((_FIRST,), replace(certain, hidden=hidden))
+            self.send([rank for rank in self.others if rank != _FIRST], certain)
+        else:
+            self.send(self.others, certain)
 
     def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
         """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None after a cancel."""
