@@ -1,4 +1,4 @@
-"""`ppd adapt`: train the heads that stages need on a model's own texts."""
+"""`ppd adapt`: train the heads and the drafter that stages need on a model's own texts."""
 
 import json
 import sys
@@ -39,10 +39,10 @@ def adapt(
     place: Settings,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train heads for a model's stages on its own answers, and report what they gain on held-out prompts.
+    """Train heads for a model's stages and a drafter on its own answers; report what they gain on held-out prompts.
 
-    The model answers prompts, its hidden states are kept on disk, and all heads learn from them together. A run that
-    was stopped goes on with the same command. Texts stay the same to the token: heads only guess.
+    The model answers prompts, its hidden states are kept on disk, and all parts learn from them. A run that
+    was stopped goes on with the same command. Texts stay the same to the token: these parts only guess.
     """
     with one_line_errors(adapt):
         from ppd_runtime.training.adapt.run import adapt as run
@@ -74,13 +74,18 @@ def _print(report: "AdaptReport") -> None:
     from ppd_runtime.tune.tables import plain_table
 
     took = f"{report.texts} texts, {report.places} tokens, {report.steps} steps, {report.minutes:.1f} min"
-    print(f"heads of {report.model}: {took}")
+    print(f"heads and drafter of {report.model}: {took}")
     print(
         f"named on {sum(report.held_out.values())} held-out tokens, of which the shortlist has {report.covered:.3f}\n"
     )
     rows = [
         [layer.layer, kind, *(f"{layer.before[kind][k]:.2f} → {layer.after[kind][k]:.2f}" for k in KS)]
         for layer in report.layers
+        for kind in (ALL, *report.held_out)
+    ]
+    rows += [
+        [f"drafter, token {number}", kind, *(f"{own[kind][k]:.2f}" for k in KS)]
+        for number, own in enumerate(report.drafter, 1)
         for kind in (ALL, *report.held_out)
     ]
     print(plain_table(["layer", "kind", *(f"k={k}" for k in KS)], rows))
@@ -90,4 +95,4 @@ def _print(report: "AdaptReport") -> None:
     ]
     print("\nspeed-up at most, if layers alone took time\n")
     print(plain_table(["stages", "cuts", *(f"k={k}" for k in KS)], bounds))
-    print(f"\nthe heads are in {report.folder}")
+    print(f"\nthey are in {report.folder}")

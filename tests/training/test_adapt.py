@@ -227,7 +227,7 @@ def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path:
             chains = [text.tokens[place + 1 : place + 1 + own] for own in range(3)]
             for own, chain in enumerate(chains):
                 if len(chain) == own:
-                    expected = scores[own][number, place + own].log_softmax(-1)
+                    expected = scores[own][number, place + own]
                     torch.testing.assert_close(drafter.draft([chain])[0], expected, rtol=1e-3, atol=1e-3)
         several = drafter.another()
         several.begin(30)
@@ -259,7 +259,7 @@ def test_a_drafter_beside_the_heads(folder: Path, prompts: Path, tmp_path: Path)
     drafter = load_drafter(found, load_layers(info, 4, torch.float32, "cpu"))
     drafter.begin(4)
     drafter.follow([5], torch.zeros(1, 1, 32))
-    assert drafter.draft([[], [6]]).exp().sum(-1).allclose(torch.ones(2))
+    assert drafter.draft([[], [6]]).shape == (2, 300)
 
 
 def test_the_bound_is_stages_over_stage_times() -> None:

@@ -47,7 +47,7 @@ class DraftNetwork(Protocol):
         ...
 
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probabilities of the token after each chain of guesses, `[chains, len(tokens)]`."""
+        """Logits of the token after each chain of guesses, `[chains, len(tokens)]`."""
         ...
 
 
@@ -100,9 +100,9 @@ class DrafterNetwork(nn.Module):
 
     def attended(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, `[..., heads, tokens, head_dim]` each, of inputs `[..., tokens, hidden_size]`."""
-        parts = self.query_key_value(normed(inputs)).unflatten(-1, (3, self.heads, _HEAD_DIM))
-        query, key, value = (part.transpose(-2, -3) for part in parts.unbind(-3))
-        return _turned(query, rotary), _turned(key, rotary), value
+        parts = self.query_key_value(normed(inputs)).unflatten(-1, (3 * self.heads, _HEAD_DIM)).transpose(-2, -3)
+        query, key = _turned(parts[..., : 2 * self.heads, :, :], rotary).chunk(2, dim=-3)
+        return query, key, parts[..., 2 * self.heads :, :, :]
 
     def states(self, inputs: Tensor, found: Tensor) -> Tensor:
         """The drafter's states, from its inputs and what attention found, `[..., heads, tokens, head_dim]`."""
@@ -124,7 +124,7 @@ def rotary_table(positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _turned(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys with their positions, whose rows of the table are given."""
+    """Queries and keys with their positions, whose rows of the table are given."""
     (first, second), (cos, sin) = states.chunk(2, dim=-1), rotary
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
 
@@ -179,7 +179,7 @@ class Drafter:
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
         """Implements `DraftNetwork.draft`. What a chain begins with as the one before it did is not computed again."""
         found = torch.cat([self._after(chain) for chain in chains])
-        return self._head(found[None])[0].float().log_softmax(-1)
+        return self._head(found[None])[0].float()
 
     def _after(self, chain: Sequence[int]) -> Tensor:
         """The state of a chain's last token, `[1, hidden_size]`."""

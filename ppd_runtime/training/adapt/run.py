@@ -56,7 +56,7 @@ def adapt(
     progress: Progress = lambda line: None,
     **by_name: Any,
 ) -> AdaptReport:
-    """Train heads for a model's boundaries on its own texts; a run that was stopped goes on with the same call.
+    """Train heads for a model's boundaries and a drafter on its own texts; the same call goes on with a stopped run.
 
     Args:
         model: see `OrdinaryDecoding`.
