@@ -1,0 +1,252 @@
+"""Draft heads that others publish, in the format of the package `speculators`: EAGLE-3 and DFlash.
+
+A folder has config.json, the card, and safetensors. The layers after which states are read are counted there as here:
+after layer n means after n layers; a card that names none means 2, half of all, and all but 3.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+from ppd_runtime.models.checkpoint.config import model_config, read_json, weight_files
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.hub import find_model, one_line
+from ppd_runtime.models.trained.dflash import DFlashDrafter, DFlashNetwork
+from ppd_runtime.models.trained.eagle3 import Eagle3Drafter, Eagle3Network
+from ppd_runtime.models.trained.published_network import EMBEDDING, FULL, HEAD, SLIDING
+
+_NETWORKS: dict[str, type[Eagle3Network | DFlashNetwork]] = {"eagle3": Eagle3Network, "dflash": DFlashNetwork}
+_KIND, _LAYERS = "speculators_model_type", "transformer_layer_config"
+_FIELDS = {_KIND, _LAYERS, "speculators_config", "draft_vocab_size", "target_hidden_size"}
+_IRRELEVANT = {
+    *("auto_map", "torch_dtype", "speculators_version", "embed_requires_grad", "has_no_defaults_at_init"),
+    *("base_model_ep_plan", "tie_word_embeddings"),
+}
+"""Fields that say nothing of the network, besides those of every configuration."""
+_OF_LAYERS = {
+    *("torch_dtype", "tie_word_embeddings", "rope_theta", "rope_scaling"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+}
+"""Fields of layers besides those of the library's own configuration."""
+_ROTARY = {"default", "linear", "llama3", "yarn"}
+"""Rotary tables that do not depend on how long a text is."""
+_ROTARY_FIELDS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_FLOATS = {"F32", "F16", "BF16"}
+_UNUSED = ("verifier_norm.", "verifier_lm_head.")
+"""Copies of the model's own tensors that training compares with."""
+_TO_MODEL, _FROM_MODEL = "t2d", "d2t"
+_ANOTHER = "give a head for this model"
+_AGAIN = "download the head again, or give another"
+
+
+@dataclass(frozen=True)
+class PublishedInfo:
+    """A head that suits a model; `describe_published` reads it."""
+
+    folder: Path
+    kind: str
+    """eagle3 or dflash."""
+    fields: Mapping[str, Any]
+    """Those of its card that are understood, with defaults for those that it lacks."""
+    layers: tuple[int, ...]
+    """Layers of the model after which it reads states, in rising order."""
+    tokens: tuple[int, ...]
+    """Tokens that it gives the chances of, in the head's order."""
+
+    def network(self) -> Eagle3Network | DFlashNetwork:
+        """The head's modules, on the meta device."""
+        config = _layers_config(self.kind, self.fields[_LAYERS])
+        return _NETWORKS[self.kind](config, len(self.layers), self.fields["draft_vocab_size"], self.fields)
+
+
+def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
+    """Find a head, in a folder or by its name on the hub, and check that it can be run for this model.
+
+    Only headers of its files and the map of its vocabulary are read. A card that names the model as the hub does is
+    compared with a model that was given by its hub name; a model in a local folder can have any name.
+
+    Raises:
+        ValueError: in a line, naming the value and the way out: no head, one for another model, vocabulary or hidden
+            size, or fields or tensors that are not understood.
+    """
+    _, path = find_model(str(folder))
+    try:
+        kind, fields = _read_card(path)
+        _check_model(fields, info)
+        config = _layers_config(kind, fields[_LAYERS])
+        _check_sizes(fields, config, info)
+        layers = _layers(fields, _NETWORKS[kind].LAYERS, info.num_layers)
+        tensors = _headers(path)
+        if config.num_hidden_layers > len(tensors):  # before so many are built
+            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}, for {len(tensors)} tensors; {_AGAIN}")
+        found = PublishedInfo(path, kind, fields, layers, _tokens(path, fields["draft_vocab_size"], info.vocab_size))
+        _check_tensors(found, tensors, info.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"drafter={str(folder)!r}: {error}") from error
+    except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"drafter={str(folder)!r}: cannot be read ({one_line(error)}); {_AGAIN}") from error
+    return found
+
+
+def load_published(head: PublishedInfo, model: PreTrainedModel) -> Eagle3Drafter | DFlashDrafter:
+    """The head beside `model`, which is whole, with its dtype, on its device."""
+    network = head.network()
+    taken = network.taken_from_model(head.fields, model.config.vocab_size)
+    tensors = _read_tensors(head.folder, taken | {_TO_MODEL, _FROM_MODEL})
+    weights = {name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}
+    network.load_state_dict(weights, strict=False, assign=True)
+    network.take_rest(model, head.tokens, {EMBEDDING, HEAD} - weights.keys())
+    network.rotary.to(model.device)
+    network.requires_grad_(False).eval()
+    if isinstance(network, Eagle3Network):
+        return Eagle3Drafter(network, head.layers, head.tokens)
+    return DFlashDrafter(network, head.layers, head.tokens)
+
+
+def _read_card(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The kind of a head, and the fields that are understood, with their defaults."""
+    card = read_json(folder / "config.json")
+    if (kind := card.get(_KIND)) not in _NETWORKS:
+        kinds = " or ".join(_NETWORKS)
+        raise ValueError(f"config.json has {_KIND}={kind!r:.50}; give a head of {kinds} in the format of speculators")
+    own = _NETWORKS[kind].FIELDS
+    known = {*own, *_FIELDS, _NETWORKS[kind].LAYERS}
+    _check_names("config.json", card, known | _IRRELEVANT | PretrainedConfig().to_dict().keys())
+    fields = {"draft_vocab_size": 32000, **own, **{name: card[name] for name in card if name in known}}
+    for name, default in own.items():
+        if type(fields[name]) is not (default if default is int else type(default)):
+            given = None if fields[name] is int else fields[name]
+            raise ValueError(f"config.json has {name}={given!r:.50}, which is not understood; {_AGAIN}")
+    if fields.get("norm_before_fc") and fields.get("fc_norm"):
+        raise ValueError(f"norm_before_fc and fc_norm exclude each other; {_AGAIN}")
+    return kind, fields
+
+
+def _check_names(place: str, given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{place} has {unknown[0]}={given[unknown[0]]!r:.50}, which is not understood; {_AGAIN}")
+
+
+def _check_model(fields: Mapping[str, Any], info: ModelInfo) -> None:
+    """Raise ValueError if a card names another model or another architecture."""
+    model = fields["speculators_config"]["verifier"]
+    name, made_for = model.get("name_or_path") or "", set(model.get("architectures") or [])
+    ours = set(model_config(info.folder).architectures or [])
+    if made_for and ours and not made_for & ours:
+        raise ValueError(f"was made for {name!r}, a {min(made_for)}, not for a {min(ours)}; {_ANOTHER}")
+    on_hub, _, commit = info.name.rpartition("@")
+    if commit and name and not Path(info.name).exists() and _last(name) != _last(on_hub):
+        raise ValueError(f"was made for {name!r}, not for {info.name!r}; {_ANOTHER}")
+
+
+def _last(name: str) -> str:
+    """What copies of a model have in common."""
+    return Path(name).name.lower()
+
+
+def _check_sizes(fields: Mapping[str, Any], config: PretrainedConfig, info: ModelInfo) -> None:
+    size, target = model_config(info.folder).hidden_size, fields.get("target_hidden_size")
+    for name, given in (("hidden_size", config.hidden_size), ("target_hidden_size", target or size)):
+        if given != size:
+            raise ValueError(f"has {name}={given}, the model {size}; {_ANOTHER}")
+    if config.vocab_size != info.vocab_size:
+        raise ValueError(
+            f"is for a vocabulary of {config.vocab_size} tokens, the model's has {info.vocab_size}; {_ANOTHER}"
+        )
+    for name, least, most in (
+        ("draft_vocab_size", 1, info.vocab_size),
+        ("mask_token_id", 0, info.vocab_size - 1),
+        ("block_size", 2, 1024),
+    ):
+        if name in fields and (type(fields[name]) is not int or not least <= fields[name] <= most):
+            raise ValueError(f"has {name}={fields[name]!r:.50}, not {least} to {most}; {_AGAIN}")
+
+
+def _layers_config(kind: str, given: Mapping[str, Any]) -> PretrainedConfig:
+    """The library's configuration of a head's layers; ValueError for what they cannot be."""
+    given = dict(given)
+    model_type = given.pop("model_type", "qwen3")
+    if model_type not in _NETWORKS[kind].MODEL_TYPES:
+        known = " or ".join(_NETWORKS[kind].MODEL_TYPES)
+        raise ValueError(f"{_LAYERS} has model_type={model_type!r:.50}; give a head with layers of {known}")
+    make = CONFIG_MAPPING[model_type]
+    _check_names(_LAYERS, given, make().to_dict().keys() | _OF_LAYERS)
+    try:
+        config: PretrainedConfig = make(**given, attn_implementation="sdpa")
+    except Exception as error:  # a config's own checks raise many kinds
+        raise ValueError(f"{_LAYERS} cannot be used: {one_line(error)}; {_AGAIN}") from error
+    rotary = config.rope_parameters
+    if rotary.get("rope_type") not in _ROTARY:
+        raise ValueError(f"{_LAYERS} has rope_type={rotary.get('rope_type')!r:.50}, which is not understood; {_AGAIN}")
+    _check_names("rope_parameters", rotary, _ROTARY_FIELDS)
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    if len(kinds) != config.num_hidden_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ValueError(f"{_LAYERS} has layer_types={kinds!r:.80}, which is not understood; {_AGAIN}")
+    return config
+
+
+def _layers(fields: Mapping[str, Any], name: str, num_layers: int) -> tuple[int, ...]:
+    given = fields.get(name)
+    layers = [2, num_layers // 2, num_layers - 3] if given is None else given
+    whole = all(type(layer) is int and 1 <= layer <= num_layers for layer in layers)
+    if not layers or not whole or layers != sorted({*layers}):
+        raise ValueError(f"has {name}={layers!r:.80}, no rising numbers of the model's {num_layers} layers; {_ANOTHER}")
+    return tuple(layers)
+
+
+def _tokens(folder: Path, draft_size: int, vocab_size: int) -> tuple[int, ...]:
+    """The model's ids of a head's tokens, from the map of its vocabulary."""
+    if draft_size == vocab_size:
+        return tuple(range(vocab_size))
+    maps = _read_tensors(folder, only={_FROM_MODEL, _TO_MODEL})
+    tokens = (maps[_FROM_MODEL] + torch.arange(draft_size)).tolist() if len(maps[_FROM_MODEL]) == draft_size else []
+    marked = maps[_TO_MODEL].nonzero().flatten().tolist() if _TO_MODEL in maps else sorted(tokens)
+    if sorted({*tokens}) != marked or len(marked) != draft_size or not 0 <= marked[0] <= marked[-1] < vocab_size:
+        raise ValueError(f"d2t and t2d do not map {draft_size} tokens into {vocab_size}; {_AGAIN}")
+    return tuple(tokens)
+
+
+def _check_tensors(head: PublishedInfo, headers: Mapping[str, tuple[str, list[int]]], vocab_size: int) -> None:
+    """Raise ValueError where a head's files have other tensors than its network."""
+    expected = {name: list(tensor.shape) for name, tensor in head.network().state_dict().items()}
+    taken = _NETWORKS[head.kind].taken_from_model(head.fields, vocab_size)
+    missing = sorted(expected.keys() - headers.keys() - {EMBEDDING, HEAD})
+    unknown = sorted(headers.keys() - expected.keys() - {_TO_MODEL, _FROM_MODEL})
+    if missing or unknown:
+        found = f"lack {missing[0]}" if missing else f"have {unknown[0]}, which is not understood"
+        raise ValueError(f"its files {found}; {_AGAIN}")
+    for name in sorted(expected.keys() & headers.keys() - taken):
+        dtype, shape = headers[name]
+        if shape != expected[name] or dtype not in _FLOATS:
+            raise ValueError(f"its files have {name} as {dtype} {shape}, not as floats {expected[name]}; {_AGAIN}")
+
+
+def _headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of each tensor in a head's files."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                if not name.startswith(_UNUSED):
+                    part = file.get_slice(name)
+                    found[name] = (part.get_dtype(), list(part.get_shape()))
+    return found
+
+
+def _read_tensors(folder: Path, without: Set[str] = frozenset(), only: Set[str] = frozenset()) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                if not name.startswith(_UNUSED) and name not in without and (not only or name in only):
+                    found[name] = file.get_tensor(name)
+    return found

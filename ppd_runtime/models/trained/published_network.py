@@ -1,0 +1,108 @@
+"""What published draft heads have in common: layers of the library, a vocabulary, and one sequence's entries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+from ppd_runtime.models.checkpoint.config import skeleton_of
+from ppd_runtime.models.checkpoint.loading import some_rows
+from ppd_runtime.models.native.linear import QuantisedEmbedding
+from ppd_runtime.models.native.packing import rows_in_floats
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, by their names in configurations."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Tensors that a head may take from its model."""
+
+
+class PublishedNetwork(nn.Module):
+    """A head's modules, whose names are those of its tensors.
+
+    Args:
+        config: of its decoder layers.
+        num_states: how many layers of the model it reads states after.
+        draft_size: how many tokens it gives chances of.
+        fields: values of `FIELDS`, and perhaps others.
+    """
+
+    LAYERS: ClassVar[str]
+    """The field of a card that has the layers after which states are read."""
+    FIELDS: ClassVar[Mapping[str, Any]]
+    """The other fields that the network depends on, with their defaults, or the type where there is none."""
+    MODEL_TYPES: ClassVar[tuple[str, ...]]
+    """The library's names of the layers that it may have."""
+
+    def __init__(self, config: PretrainedConfig, num_states: int, draft_size: int, fields: Mapping[str, Any]) -> None:
+        super().__init__()
+        model = skeleton_of(config, config.num_hidden_layers)
+        self.layers, self.norm, self.embed_tokens = model.model.layers, model.model.norm, model.model.embed_tokens
+        with torch.device("meta"):
+            self.fc = nn.Linear(num_states * config.hidden_size, config.hidden_size, bias=False)
+            self.lm_head: nn.Module = nn.Linear(config.hidden_size, draft_size, bias=False)
+        self.rotary = type(model.model.rotary_emb)(config)
+        self.kinds = list(getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.fields = fields
+
+    @classmethod
+    def taken_from_model(cls, fields: Mapping[str, Any], vocab_size: int) -> set[str]:
+        """Tensors that are the model's even if a file has them."""
+        return set()
+
+    def take_rest(self, model: PreTrainedModel, tokens: Sequence[int], absent: set[str]) -> None:
+        """Take the embedding and the head for `tokens` from a whole model where they are among `absent` tensors."""
+        if EMBEDDING in absent:
+            self.embed_tokens = _Rows(model.model.embed_tokens)
+        if HEAD in absent:
+            whole = len(tokens) == model.config.vocab_size
+            self.lm_head = model.lm_head if whole else some_rows(model.lm_head, tokens)
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """`[1, tokens, hidden_size]`."""
+        ids = torch.tensor([list(tokens)], device=self.fc.weight.device)
+        return self.embed_tokens(ids).to(self.fc.weight.dtype)
+
+    def log_chances(self, normed: Tensor) -> Tensor:
+        """Float32 log-probabilities `[tokens, draft_size]` of normed states `[1, tokens, hidden_size]`."""
+        return self.lm_head(normed)[0].float().log_softmax(-1)
+
+    def joined(self, states: Tensor) -> Tensor:
+        """States of several layers `[tokens, layers, hidden_size]` as the network's input `[1, tokens, width]`."""
+        return states.to(self.fc.weight).flatten(1)[None]
+
+    def in_window(self, sees: Tensor, roots: Tensor) -> Tensor:
+        """What sliding layers see of `sees`, `[rows, entries]`: a window that ends at each row's root, and what follows."""
+        if self.window is None:
+            return sees
+        return sees & (torch.arange(sees.shape[1], device=sees.device) > roots[:, None] - self.window)
+
+
+class _Rows(nn.Module):
+    """Rows of a model's embedding table, without what the model multiplies them by."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self._table: Any = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if isinstance(self._table, QuantisedEmbedding):
+            return rows_in_floats(self._table.weight.detach(), ids.flatten()).view(*ids.shape, -1)
+        return F.embedding(ids, self._table.weight)
+
+
+class Entries:
+    """The keys and values of one sequence: those of certain tokens, and behind them those of guesses."""
+
+    def __init__(self) -> None:
+        self.cache = DynamicCache()
+        self.certain = self.length = 0
+
+    def keep_certain(self) -> None:
+        """Drop those of guesses."""
+        if self.length > self.certain:
+            self.cache.crop(self.certain - self.length)
+            self.length = self.certain
