@@ -13,14 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from ppd_runtime.models.trained.published_network import (
-    EMBEDDING,
-    FULL,
-    HEAD,
-    SLIDING,
-    Entries,
-    PublishedNetwork,
-)
+from ppd_runtime.models.trained.published_network import EMBEDDING, HEAD, PublishedDrafter, PublishedNetwork
 
 
 class DFlashNetwork(PublishedNetwork):
@@ -37,21 +30,17 @@ class DFlashNetwork(PublishedNetwork):
 
     def __init__(self, config: PretrainedConfig, num_states: int, draft_size: int, fields: Mapping[str, Any]) -> None:
         super().__init__(config, num_states, draft_size, fields)
+        self.shared = {EMBEDDING, HEAD} if draft_size == config.vocab_size else {EMBEDDING}
         with torch.device("meta"):
             self.hidden_norm = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
 
-    @classmethod
-    def taken_from_model(cls, fields: Mapping[str, Any], vocab_size: int) -> set[str]:
-        """Tensors that are the model's even if a file has them."""
-        return {EMBEDDING, HEAD} if fields["draft_vocab_size"] == vocab_size else {EMBEDDING}
-
-    def remember(self, states: Tensor, places: Tensor, cache: Any) -> None:
-        """Append the entries of tokens with states `[tokens, layers, hidden_size]` at positions `[tokens]`."""
-        mixed = self.hidden_norm(self.fc(self.joined(states)))
+    def remember(self, joined: Tensor, places: Tensor, cache: Any) -> None:
+        """Append the entries of tokens with states `[1, tokens, layers * hidden_size]` at positions `[tokens]`."""
+        mixed = self.hidden_norm(self.fc(joined))
         turn = self.rotary(mixed, places[None])
         for number, layer in enumerate(self.layers):
             attention = layer.self_attn
-            shape = (1, len(states), -1, attention.head_dim)
+            shape = (1, len(places), -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(mixed).view(shape)).transpose(1, 2)
             values = attention.v_proj(mixed).view(shape).transpose(1, 2)
             cache.update(apply_rotary_pos_emb(keys, keys, *turn)[0], values, number)
@@ -63,46 +52,24 @@ class DFlashNetwork(PublishedNetwork):
         """
         size, device = self.fields["block_size"], self.fc.weight.device
         hidden = self.embedded([newest, *[self.fields["mask_token_id"]] * (size - 1)])
-        entries, rows = torch.arange(certain + size, device=device), certain + torch.arange(size, device=device)
-        both_ways = torch.ones(size, certain + size, dtype=torch.bool, device=device)
-        sees = both_ways if self.fields["sliding_window_non_causal"] else entries <= rows[:, None]
-        masks = {FULL: both_ways, SLIDING: self.in_window(sees, torch.full_like(rows, certain - 1))}
+        rows = certain + torch.arange(size, device=device)
+        full = torch.ones(size, certain + size, dtype=torch.bool, device=device)
+        sliding = full if self.fields["sliding_window_non_causal"] else full.tril(certain)
+        masks = self.masks(full, sliding, torch.full_like(rows, certain - 1))
         turn = self.rotary(hidden, rows[None])
         for layer, kind in zip(self.layers, self.kinds, strict=True):
-            mask = masks[kind][None, None]
-            hidden = layer(hidden, attention_mask=mask, past_key_values=cache, position_embeddings=turn)
+            hidden = layer(hidden, attention_mask=masks[kind], past_key_values=cache, position_embeddings=turn)
         return self.log_chances(self.norm(hidden if self.fields["sample_from_anchor"] else hidden[:, 1:]))
 
 
-class DFlashDrafter:
-    """Drafts for one sequence at a time; keeps the entries of its certain tokens.
+class DFlashDrafter(PublishedDrafter):
+    """DFlash's; see `PublishedDrafter`."""
 
-    Args:
-        network: with its weights.
-        layers: those of the model after which it reads states.
-        tokens: those that `draft` gives the chances of.
-    """
-
-    def __init__(self, network: DFlashNetwork, layers: Sequence[int], tokens: Sequence[int]) -> None:
-        self._network, self.layers, self.tokens = network, tuple(layers), tuple(tokens)
-        self.begin(0)
-
-    def begin(self, capacity: int) -> None:
-        """Forget the last sequence. Memory for the next one is taken as it grows, whatever its `capacity`."""
-        self._entries, self._newest = Entries(), -1
-        self._block: Tensor | None = None
-
-    @torch.inference_mode()
-    def follow(self, tokens: Sequence[int], states: Tensor) -> None:
-        """Take the next certain tokens, from a text's second on.
-
-        `states` are of the token before each, `[tokens, layers, hidden_size]`.
-        """
-        entries = self._entries
-        places = entries.certain + torch.arange(len(tokens), device=states.device)
-        self._network.remember(states, places.to(self._network.fc.weight.device), entries.cache)
-        entries.certain = entries.length = entries.certain + len(tokens)
-        self._newest, self._block = tokens[-1], None
+    def _take(self, tokens: Sequence[int], joined: Tensor) -> None:
+        places = self._certain + torch.arange(len(tokens), device=self._device)
+        self._network.remember(joined, places, self._cache)
+        self._certain += len(tokens)
+        self._newest, self._block = tokens[-1], Tensor()
 
     @torch.inference_mode()
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
@@ -111,10 +78,9 @@ class DFlashDrafter:
         A chain's tokens follow the newest certain token one after the other; an empty one ends with that. Only a
         chain's length counts. Behind the block all tokens are equally likely.
         """
-        if self._block is None:
-            self._block = self._network(self._newest, self._entries.certain, self._entries.cache)
-            self._entries.length += self._network.fields["block_size"]
-            self._entries.keep_certain()
+        if not len(self._block):
+            self._block = self._network(self._newest, self._certain, self._cache)
+            self._drop_guesses()
         unknown = self._block.new_full((len(self.tokens),), -math.log(len(self.tokens)))
         lengths = map(len, chains)
         return torch.stack([self._block[length] if length < len(self._block) else unknown for length in lengths])

@@ -4,14 +4,13 @@ A folder has config.json, the card, and safetensors. The layers after which stat
 after layer n means after n layers; a card that names none means 2, half of all, and all but 3.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.config import model_config, read_json, weight_files
@@ -19,9 +18,19 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.trained.dflash import DFlashDrafter, DFlashNetwork
 from ppd_runtime.models.trained.eagle3 import Eagle3Drafter, Eagle3Network
-from ppd_runtime.models.trained.published_network import EMBEDDING, FULL, HEAD, SLIDING
+from ppd_runtime.models.trained.published_network import (
+    EMBEDDING,
+    FULL,
+    HEAD,
+    SLIDING,
+    PublishedDrafter,
+    PublishedNetwork,
+)
 
-_NETWORKS: dict[str, type[Eagle3Network | DFlashNetwork]] = {"eagle3": Eagle3Network, "dflash": DFlashNetwork}
+_KINDS: dict[str, tuple[type[PublishedNetwork], type[PublishedDrafter]]] = {
+    "eagle3": (Eagle3Network, Eagle3Drafter),
+    "dflash": (DFlashNetwork, DFlashDrafter),
+}
 _KIND, _LAYERS = "speculators_model_type", "transformer_layer_config"
 _FIELDS = {_KIND, _LAYERS, "speculators_config", "draft_vocab_size", "target_hidden_size"}
 _IRRELEVANT = {
@@ -43,7 +52,8 @@ _ROTARY_FIELDS = {
 _FLOATS = {"F32", "F16", "BF16"}
 _UNUSED = ("verifier_norm.", "verifier_lm_head.")
 """Copies of the model's own tensors that training compares with."""
-_TO_MODEL, _FROM_MODEL = "t2d", "d2t"
+_MAP, _MARKS = "d2t", "t2d"
+"""How much larger the model's id of each of a head's tokens is; which of the model's tokens the head has."""
 _ANOTHER = "give a head for this model"
 _AGAIN = "download the head again, or give another"
 
@@ -62,10 +72,10 @@ class PublishedInfo:
     tokens: tuple[int, ...]
     """Tokens that it gives the chances of, in the head's order."""
 
-    def network(self) -> Eagle3Network | DFlashNetwork:
+    def network(self) -> PublishedNetwork:
         """The head's modules, on the meta device."""
         config = _layers_config(self.kind, self.fields[_LAYERS])
-        return _NETWORKS[self.kind](config, len(self.layers), self.fields["draft_vocab_size"], self.fields)
+        return _KINDS[self.kind][0](config, len(self.layers), self.fields["draft_vocab_size"], self.fields)
 
 
 def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
@@ -84,12 +94,12 @@ def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
         _check_model(fields, info)
         config = _layers_config(kind, fields[_LAYERS])
         _check_sizes(fields, config, info)
-        layers = _layers(fields, _NETWORKS[kind].LAYERS, info.num_layers)
-        tensors = _headers(path)
-        if config.num_hidden_layers > len(tensors):  # before so many are built
-            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}, for {len(tensors)} tensors; {_AGAIN}")
+        layers = _layers(fields, _KINDS[kind][0].LAYERS, info.num_layers)
+        parts = {name: file.get_slice(name) for name, file in _stored(path)}
+        if config.num_hidden_layers > len(parts):  # before so many are built
+            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}, for {len(parts)} tensors; {_AGAIN}")
         found = PublishedInfo(path, kind, fields, layers, _tokens(path, fields["draft_vocab_size"], info.vocab_size))
-        _check_tensors(found, tensors, info.vocab_size)
+        _check_tensors(found.network(), {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()})
     except ValueError as error:
         raise ValueError(f"drafter={str(folder)!r}: {error}") from error
     except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
@@ -97,29 +107,26 @@ def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
     return found
 
 
-def load_published(head: PublishedInfo, model: PreTrainedModel) -> Eagle3Drafter | DFlashDrafter:
-    """The head beside `model`, which is whole, with its dtype, on its device."""
+def load_published(head: PublishedInfo, model: PreTrainedModel) -> PublishedDrafter:
+    """The head's drafter beside `model`, which is whole, with its dtype, on its device."""
     network = head.network()
-    taken = network.taken_from_model(head.fields, model.config.vocab_size)
-    tensors = _read_tensors(head.folder, taken | {_TO_MODEL, _FROM_MODEL})
+    left_out = {_MARKS, _MAP, *network.shared}
+    tensors = {name: file.get_tensor(name) for name, file in _stored(head.folder) if name not in left_out}
     weights = {name: tensor.to(model.device, model.dtype) for name, tensor in tensors.items()}
     network.load_state_dict(weights, strict=False, assign=True)
     network.take_rest(model, head.tokens, {EMBEDDING, HEAD} - weights.keys())
     network.rotary.to(model.device)
-    network.requires_grad_(False).eval()
-    if isinstance(network, Eagle3Network):
-        return Eagle3Drafter(network, head.layers, head.tokens)
-    return DFlashDrafter(network, head.layers, head.tokens)
+    return _KINDS[head.kind][1](network.requires_grad_(False).eval(), head.layers, head.tokens)
 
 
 def _read_card(folder: Path) -> tuple[str, dict[str, Any]]:
     """The kind of a head, and the fields that are understood, with their defaults."""
     card = read_json(folder / "config.json")
-    if (kind := card.get(_KIND)) not in _NETWORKS:
-        kinds = " or ".join(_NETWORKS)
+    if (kind := card.get(_KIND)) not in _KINDS:
+        kinds = " or ".join(_KINDS)
         raise ValueError(f"config.json has {_KIND}={kind!r:.50}; give a head of {kinds} in the format of speculators")
-    own = _NETWORKS[kind].FIELDS
-    known = {*own, *_FIELDS, _NETWORKS[kind].LAYERS}
+    own = _KINDS[kind][0].FIELDS
+    known = {*own, *_FIELDS, _KINDS[kind][0].LAYERS}
     _check_names("config.json", card, known | _IRRELEVANT | PretrainedConfig().to_dict().keys())
     fields = {"draft_vocab_size": 32000, **own, **{name: card[name] for name in card if name in known}}
     for name, default in own.items():
@@ -175,8 +182,8 @@ def _layers_config(kind: str, given: Mapping[str, Any]) -> PretrainedConfig:
     """The library's configuration of a head's layers; ValueError for what they cannot be."""
     given = dict(given)
     model_type = given.pop("model_type", "qwen3")
-    if model_type not in _NETWORKS[kind].MODEL_TYPES:
-        known = " or ".join(_NETWORKS[kind].MODEL_TYPES)
+    if model_type not in _KINDS[kind][0].MODEL_TYPES:
+        known = " or ".join(_KINDS[kind][0].MODEL_TYPES)
         raise ValueError(f"{_LAYERS} has model_type={model_type!r:.50}; give a head with layers of {known}")
     make = CONFIG_MAPPING[model_type]
     _check_names(_LAYERS, given, make().to_dict().keys() | _OF_LAYERS)
@@ -207,46 +214,32 @@ def _tokens(folder: Path, draft_size: int, vocab_size: int) -> tuple[int, ...]:
     """The model's ids of a head's tokens, from the map of its vocabulary."""
     if draft_size == vocab_size:
         return tuple(range(vocab_size))
-    maps = _read_tensors(folder, only={_FROM_MODEL, _TO_MODEL})
-    tokens = (maps[_FROM_MODEL] + torch.arange(draft_size)).tolist() if len(maps[_FROM_MODEL]) == draft_size else []
-    marked = maps[_TO_MODEL].nonzero().flatten().tolist() if _TO_MODEL in maps else sorted(tokens)
+    maps = {name: file.get_tensor(name) for name, file in _stored(folder) if name in (_MAP, _MARKS)}
+    tokens = (maps[_MAP] + torch.arange(draft_size)).tolist() if len(maps[_MAP]) == draft_size else []
+    marked = maps[_MARKS].nonzero().flatten().tolist() if _MARKS in maps else sorted(tokens)
     if sorted({*tokens}) != marked or len(marked) != draft_size or not 0 <= marked[0] <= marked[-1] < vocab_size:
         raise ValueError(f"d2t and t2d do not map {draft_size} tokens into {vocab_size}; {_AGAIN}")
     return tuple(tokens)
 
 
-def _check_tensors(head: PublishedInfo, headers: Mapping[str, tuple[str, list[int]]], vocab_size: int) -> None:
-    """Raise ValueError where a head's files have other tensors than its network."""
-    expected = {name: list(tensor.shape) for name, tensor in head.network().state_dict().items()}
-    taken = _NETWORKS[head.kind].taken_from_model(head.fields, vocab_size)
-    missing = sorted(expected.keys() - headers.keys() - {EMBEDDING, HEAD})
-    unknown = sorted(headers.keys() - expected.keys() - {_TO_MODEL, _FROM_MODEL})
+def _check_tensors(network: PublishedNetwork, stored: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Raise ValueError where a head's files have other tensors than its network; `stored` are dtypes and shapes."""
+    expected = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    missing = sorted(expected.keys() - stored.keys() - {EMBEDDING, HEAD})
+    unknown = sorted(stored.keys() - expected.keys() - {_MAP, _MARKS})
     if missing or unknown:
         found = f"lack {missing[0]}" if missing else f"have {unknown[0]}, which is not understood"
         raise ValueError(f"its files {found}; {_AGAIN}")
-    for name in sorted(expected.keys() & headers.keys() - taken):
-        dtype, shape = headers[name]
+    for name in sorted(expected.keys() & stored.keys() - network.shared):
+        dtype, shape = stored[name]
         if shape != expected[name] or dtype not in _FLOATS:
             raise ValueError(f"its files have {name} as {dtype} {shape}, not as floats {expected[name]}; {_AGAIN}")
 
 
-def _headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of each tensor in a head's files."""
-    found: dict[str, tuple[str, list[int]]] = {}
+def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The names of a head's tensors, and the open files that have them."""
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 if not name.startswith(_UNUSED):
-                    part = file.get_slice(name)
-                    found[name] = (part.get_dtype(), list(part.get_shape()))
-    return found
-
-
-def _read_tensors(folder: Path, without: Set[str] = frozenset(), only: Set[str] = frozenset()) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                if not name.startswith(_UNUSED) and name not in without and (not only or name in only):
-                    found[name] = file.get_tensor(name)
-    return found
+                    yield name, file

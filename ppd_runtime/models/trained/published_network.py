@@ -20,7 +20,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class PublishedNetwork(nn.Module):
-    """A head's modules, whose names are those of its tensors.
+    """A head's modules, named as its tensors, on the meta device but for the rotary table.
 
     Args:
         config: of its decoder layers.
@@ -47,11 +47,8 @@ class PublishedNetwork(nn.Module):
         self.kinds = list(getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.fields = fields
-
-    @classmethod
-    def taken_from_model(cls, fields: Mapping[str, Any], vocab_size: int) -> set[str]:
-        """Tensors that are the model's even if a file has them."""
-        return set()
+        self.shared: set[str] = set()
+        """Those of `EMBEDDING` and `HEAD` that are the model's even if the head's files have copies."""
 
     def take_rest(self, model: PreTrainedModel, tokens: Sequence[int], absent: set[str]) -> None:
         """Take the embedding and the head for `tokens` from a whole model where they are among `absent` tensors."""
@@ -70,15 +67,11 @@ class PublishedNetwork(nn.Module):
         """Float32 log-probabilities `[tokens, draft_size]` of normed states `[1, tokens, hidden_size]`."""
         return self.lm_head(normed)[0].float().log_softmax(-1)
 
-    def joined(self, states: Tensor) -> Tensor:
-        """States of several layers `[tokens, layers, hidden_size]` as the network's input `[1, tokens, width]`."""
-        return states.to(self.fc.weight).flatten(1)[None]
-
-    def in_window(self, sees: Tensor, roots: Tensor) -> Tensor:
-        """What sliding layers see of `sees`, `[rows, entries]`: a window that ends at each row's root, and what follows."""
-        if self.window is None:
-            return sees
-        return sees & (torch.arange(sees.shape[1], device=sees.device) > roots[:, None] - self.window)
+    def masks(self, full: Tensor, sliding: Tensor, roots: Tensor) -> dict[str, Tensor]:
+        """What layers of each kind see, from `[rows, entries]`; a sliding one's window ends at each row's root."""
+        if self.window is not None:
+            sliding = sliding & (torch.arange(sliding.shape[1], device=roots.device) > roots[:, None] - self.window)
+        return {FULL: full[None, None], SLIDING: sliding[None, None]}
 
 
 class _Rows(nn.Module):
@@ -94,15 +87,37 @@ class _Rows(nn.Module):
         return F.embedding(ids, self._table.weight)
 
 
-class Entries:
-    """The keys and values of one sequence: those of certain tokens, and behind them those of guesses."""
+class PublishedDrafter:
+    """Drafts for one sequence at a time; keeps the entries of its certain tokens.
 
-    def __init__(self) -> None:
-        self.cache = DynamicCache()
-        self.certain = self.length = 0
+    Args:
+        network: with its weights.
+        layers: those of the model after which it reads states.
+        tokens: those that `draft` gives the chances of.
+    """
 
-    def keep_certain(self) -> None:
-        """Drop those of guesses."""
-        if self.length > self.certain:
-            self.cache.crop(self.certain - self.length)
-            self.length = self.certain
+    def __init__(self, network: Any, layers: Sequence[int], tokens: Sequence[int]) -> None:
+        self._network, self.layers, self.tokens = network, tuple(layers), tuple(tokens)
+        self._device: torch.device = network.fc.weight.device
+        self.begin(0)
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last sequence. Memory for the next one is taken as it grows, whatever its `capacity`."""
+        self._cache, self._certain = DynamicCache(), 0
+
+    @torch.inference_mode()
+    def follow(self, tokens: Sequence[int], states: Tensor) -> None:
+        """Take the next certain tokens, from a text's second on.
+
+        `states` are of the token before each, `[tokens, layers, hidden_size]`.
+        """
+        self._drop_guesses()
+        self._take(tokens, states.to(self._network.fc.weight).flatten(1)[None])
+
+    def _take(self, tokens: Sequence[int], joined: Tensor) -> None:
+        """Append entries for certain tokens; `joined` is `[1, tokens, layers * hidden_size]`."""
+        raise NotImplementedError
+
+    def _drop_guesses(self) -> None:
+        if guesses := self._cache.get_seq_length() - self._certain:
+            self._cache.crop(-guesses)
