@@ -59,8 +59,8 @@ def find_drafter(config: RuntimeConfig, info: ModelInfo) -> DrafterInfo | None:
     return None if config.drafter == NONE else describe_drafter(config.drafter, info)
 
 
-def _of_other_tokens(config: RuntimeConfig, drafter: DrafterInfo) -> None:
-    """A drafter whose tokens are not those that stages guess among; ValueError if the settings name it."""
+def _check_left_aside(config: RuntimeConfig, drafter: DrafterInfo) -> None:
+    """Warn of a drafter whose tokens are not those that stages guess among; ValueError if the settings name it."""
     if config.drafter is None:
         logger.warning("no drafter guesses: the kept one names other tokens than guess_vocab has")
         return
@@ -203,7 +203,8 @@ def worker_specs(
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
     if drafter and config.stages != 1 and drafter.tokens != (guess_tokens or drafter.tokens):
-        drafter = _of_other_tokens(config, drafter)
+        _check_left_aside(config, drafter)
+        drafter = None
     specs = [
         WorkerSpec(
             rank=rank,

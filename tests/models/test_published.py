@@ -158,14 +158,14 @@ def test_dtypes_of_the_model(model_folder: ModelFolder, tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_guesses_leave_no_trace(target: Path, tmp_path: Path, kind: str) -> None:
+def test_guesses_leave_no_trace_behind_the_next_token(target: Path, tmp_path: Path, kind: str) -> None:
     made(tmp_path, kind, target)
     drafter, found = drafter_of(tmp_path, target), []
     for guesses in ([], [[3, 4, 5], [6]]):
         drafter.begin(20)
         for place, token in enumerate(TEXT):
             drafter.follow([token], states()[place : place + 1])
-            if guesses:
+            if guesses and token != TEXT[-1]:
                 drafter.draft(guesses)
         found.append(drafter.draft([[1, 2]]))
     assert torch.equal(*found)
@@ -246,7 +246,7 @@ CARDS = [
     ({"layers": {"hidden_size": "x"}}, "transformer_layer_config cannot be used: "),
     ({"layers": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000, for 16 tensors"),
     ({"layers": {"num_hidden_layers": 2}}, "its files lack layers.1"),
-    ({"layers": {"layer_types": ["mamba"]}}, "layer_types=.'mamba'., which is not understood"),
+    ({"layers": {"layer_types": ["chunked_attention"]}}, "layer_types=.'chunked_attention'., which is not understood"),
     ({"layers": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type='dynamic', which is not"),
     ({"layers": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, which is not understood"),
 ]
@@ -307,6 +307,7 @@ def test_files_that_are_refused(target: Path, tmp_path: Path) -> None:
 
 
 def refused(folder: Path, info: ModelInfo, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^drafter='.*{message}.*; ") as told:
+    with pytest.raises(ValueError, match=f"^drafter='.*{message}") as told:
         describe_published(folder, info)
+    assert "; " in str(told.value)
     assert "\n" not in str(told.value)
