@@ -20,7 +20,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiling import wants_code
-from ppd_runtime.models.trained.kept_heads import kept_heads
+from ppd_runtime.models.trained.kept_heads import kept_drafter, kept_heads
 from ppd_runtime.settings.checks import check_depth, check_int
 from ppd_runtime.settings.config import ROOM, RuntimeConfig
 
@@ -110,6 +110,7 @@ def _about(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any]:
         "format": [_dtype(config, info), info.weights],
         "place": [device, wants_code(config.compile, device), config.threads_per_worker],
         "heads": str(config.exit_head or kept_heads(info)),
+        "drafter": (drafter := kept_drafter(info)) and drafter.weights_sha256,
     }
 
 

@@ -227,7 +227,7 @@ class RuntimeConfig(Placed):
             raise ValueError(f"{refused}, which is measured in another process: give a folder, or drop one")
 
     def _given(self, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
-        """Those of the settings that are not as usual, with their values."""
+        """The settings among `names` that are not as usual, with their values."""
         usual = {field.name: field.default for field in fields(self)}
         return ((name, value) for name in names if (value := getattr(self, name)) != usual[name])
 

@@ -29,8 +29,6 @@ class WorkerSpec:
     device: str
     threads: int
     exit_head: str | HeadInfo | OracleHead = SHARED
-    drafter: DrafterInfo | None = None
-    """The trained drafter that the first or the only stage asks; the last one sends it states."""
     cores: tuple[int, ...] = ()
     """CPU cores that the worker is pinned to; empty: none in particular."""
     emulate: EmulatedDevice | None = None
@@ -49,6 +47,8 @@ class WorkerSpec:
 
     has_whole_model: bool = False
     """Whether a last stage may load all layers too; their weights are in memory that the stages share."""
+    drafter: DrafterInfo | None = None
+    """The trained drafter that the first or the only stage asks; the last one sends it states."""
     draft_memory_mb: int = 0
     """Megabytes of earlier requests' texts in which a first or single stage looks for guesses."""
     prefix_cache_tokens: int = 0

@@ -24,11 +24,11 @@ def test_a_table_and_a_folder(model_folder, tmp_path: Path) -> None:
     shown = invoke(model, "--minutes", 0.03, "--stages", "2,4", "--out", out)
     assert shown.exit_code == 0, shown.output
     report = json.loads((out / "report.json").read_text())
-    assert f"heads of {report['model']}: {report['texts']} texts" in shown.stdout
+    assert f"heads and drafter of {report['model']}: {report['texts']} texts" in shown.stdout
     for layer in report["layers"]:
         rates = "  ".join(f"{layer['before']['all'][k]:.2f} → {layer['after']['all'][k]:.2f}" for k in "135")
         assert f"all  {rates}\n" in shown.stdout
-    assert f"the heads are in {out}" in shown.stdout
+    assert f"they are in {out}" in shown.stdout
     assert max(len(line) for line in shown.stdout.splitlines() if str(out.parent.parent) not in line) <= 80
 
 

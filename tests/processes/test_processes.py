@@ -22,6 +22,7 @@ from ppd_runtime.launch.processes import ProcessHandle
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.settings.layouts import PaperLayout, StagedLayout
@@ -60,7 +61,8 @@ def test_a_specification_survives_its_journey(folder, head, emulate, layout):
         head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, layout, info, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
-    spec = replace(spec, guess_tokens=(3, 5), heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25))
+    drafter = DrafterInfo(Path("/somewhere/else"), "m", "abc", 0, 32, 300, "def", (3, 5))
+    spec = replace(spec, guess_tokens=(3, 5), heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25), drafter=drafter)
     assert spec.pass_kinds == {PassKind.ONE, 3 if isinstance(layout, PaperLayout) else PassKind.SEVERAL}
     assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 

@@ -35,7 +35,7 @@ class DraftNetwork(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Those whose chances `draft` gives."""
+        """The tokens whose logits `draft` gives."""
         ...
 
     def begin(self, capacity: int) -> None:
@@ -154,7 +154,7 @@ class Drafter:
         self.begin(0)
 
     def another(self) -> "Drafter":
-        """The same network for another sequence at the same time."""
+        """A drafter with this network for another sequence at the same time."""
         other = copy.copy(self)
         other.begin(0)
         return other

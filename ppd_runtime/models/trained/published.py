@@ -66,7 +66,7 @@ class PublishedInfo:
     kind: str
     """eagle3 or dflash."""
     fields: Mapping[str, Any]
-    """Those of its card that are understood, with defaults for those that it lacks."""
+    """The fields of its card that are understood, with defaults for those that it lacks."""
     layers: tuple[int, ...]
     """Layers of the model after which it reads states, in rising order."""
     tokens: tuple[int, ...]

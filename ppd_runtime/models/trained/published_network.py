@@ -48,7 +48,7 @@ class PublishedNetwork(nn.Module):
         self.window: int | None = getattr(config, "sliding_window", None)
         self.fields = fields
         self.shared: set[str] = set()
-        """Those of `EMBEDDING` and `HEAD` that are the model's even if the head's files have copies."""
+        """Which of `EMBEDDING` and `HEAD` are the model's even if the head's files have copies."""
 
     def take_rest(self, model: PreTrainedModel, tokens: Sequence[int], absent: set[str]) -> None:
         """Take the embedding and the head for `tokens` from a whole model where they are among `absent` tensors."""
