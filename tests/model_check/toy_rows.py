@@ -22,6 +22,7 @@ class ToyRows:
     def __init__(self, model: ToyModel, first: int, last: int, trees: bool = False) -> None:
         self.model, self.first, self.num_layers = model, first, last - first
         self.joins_requests, self.only_chains = trees, not trees
+        self.joins_heads = trees
         self.recorder = Recorder()
         self.begin(0)
 

@@ -159,7 +159,7 @@ class TreeRange:
     def logits_together(self, asked: Sequence[tuple["TreeRange", Tensor]]) -> list[Tensor]:
         """`logits` of states `[1, 1, hidden_size]` of several requests, together if that keeps their bits."""
         hidden = [states for _, states in asked]
-        if len(hidden) > 1 and self._joins_heads:
+        if len(hidden) > 1 and self.joins_heads:
             starts = range(0, len(hidden), self.most_together)
             parts = (torch.cat([*hidden[start : start + self.most_together]], dim=1) for start in starts)
             return [logits for part in parts for logits in self._stage.token_logits(part)]
@@ -208,7 +208,7 @@ class TreeRange:
         return isinstance(self._cache, ArenaCache) and self._cache.is_there
 
     @cached_property
-    def _joins_heads(self) -> bool:
+    def joins_heads(self) -> bool:
         """Whether logits of several rows at once have the bits of each row's own, found by comparing."""
         if self.most_together == 1:
             return False

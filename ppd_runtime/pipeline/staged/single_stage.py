@@ -1,7 +1,9 @@
 """One stage with all layers: each pass verifies the newest token's likeliest successors beside it."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import MISS, Begin, Foreseen, Token
@@ -50,6 +52,7 @@ class SingleStage(StagedDecider):
         super().__init__(stage, send, begin, policy)
         self.rows = rows
         self.asked = self.foreseen = 0
+        self._of_pass: tuple[Tensor, Sequence[Tensor]] | None = None  # a pass' states, and their logits
         last_position = len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
         self._chooser = RowChooser(
@@ -78,10 +81,21 @@ class SingleStage(StagedDecider):
                 yield from self._run_pass()
                 continue
             self._chooser.note_state(len(self.history) - 1, hidden)
-            token = self._choose((yield Logits(self.stage, hidden)), stop)
+            token = self._choose((yield from self._logits(hidden)), stop)
             if self.finish_reason:
                 return token
             self._settle(token)
+
+    def _logits(self, hidden: Tensor) -> Generator[Awaited, Any, Tensor]:
+        """The newest token's logits; those of all rows of its pass are computed together if that keeps their bits."""
+        state = self._tree.root.hidden
+        if state is None or self._tree.root is self._tree.prompt or not self.stage.joins_heads:
+            return (yield Logits(self.stage, hidden))
+        rows = state.rows
+        if self._of_pass is None or self._of_pass[0] is not rows:
+            states = [(self.stage, rows[:, row : row + 1]) for row in range(rows.shape[1])]
+            self._of_pass = rows, (yield Call(self.stage.logits_together, states))
+        return self._of_pass[1][state.row]
 
     def _settle(self, token: int) -> None:
         """A token is certain: tell the client, and keep its row if it was one."""
