@@ -52,10 +52,13 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
     return {head.exit_layer: head}
 
 
-def find_drafter(config: RuntimeConfig, info: ModelInfo) -> DrafterInfo | None:
-    """The drafter that the settings name, or the kept one, or none; ValueError if it is not for this model."""
+def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> DrafterInfo | None:
+    """The drafter that the settings name, or the kept one, or none; ValueError if it is not for this model.
+
+    Workers that may be `elsewhere` have other cache folders, so there is no kept one for them.
+    """
     if config.drafter is None:
-        return kept_drafter(info)
+        return None if elsewhere else kept_drafter(info)
     return None if config.drafter == NONE else describe_drafter(config.drafter, info)
 
 
@@ -189,7 +192,7 @@ def worker_specs(
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
-    drafter = None if elsewhere or config.stages is None else find_drafter(config, info)
+    drafter = find_drafter(config, info, elsewhere) if config.stages else None
     guess_tokens = _guess_tokens(config, info, heads, drafter)
     joins, guess_vocab = is_float32_on_cpu(device, dtype), len(guess_tokens) or None
     layout: Layout = (

@@ -27,10 +27,11 @@ class ToldNetwork:
     def __init__(self, prompt, expected, rate, vocab_size):
         self.text, self.states = [*prompt, *expected.tokens], [None] * (len(prompt) - 1) + expected.decisive
         self.rate, self.tokens, self.random = rate, range(vocab_size), random.Random(0)
-        self.drafts, self.position = 0, 0
+        self.drafts, self.position, self.capacities = 0, 0, []
 
     def begin(self, capacity):
-        self.capacity, self.position = capacity, 0
+        self.position = 0
+        self.capacities.append(capacity)
 
     def follow(self, tokens, states):
         known = enumerate(self.states)
@@ -60,7 +61,8 @@ class NetworkRun(SingleRun):
         self.network = ToldNetwork(prompt, self.expected, rate, bench.info.vocab_size)
         ranking = Sampler(replace(params, temperature=0.0), len(prompt))
         drafts = NetworkDrafts(self.network, ranking, 3, params.max_new_tokens + 64, lambda: seconds)
-        self.machine._chooser._network, self.machine._chooser._drafters = drafts, []
+        self.machine._network = self.machine._chooser._network = drafts
+        self.machine._chooser._drafters = []
 
     def check(self):
         assert self.to_the_end() == self.expected.tokens[len(self.begin.delivered) :]
@@ -83,7 +85,9 @@ def test_any_guesses(bench, rate, params, turns):
     run = NetworkRun(bench, bench.prompt_ids(PROMPTS[3]), params, rate, rows=5, policy=policy, chains=False)
     run.check()
     assert run.network.drafts
-    assert run.network.capacity == params.max_new_tokens + 64
+    *while_running, at_the_end = run.network.capacities
+    assert set(while_running) == {params.max_new_tokens + 64}
+    assert at_the_end == 0, "its memory is free"
 
 
 def test_right_guesses_save_passes(bench):

@@ -21,7 +21,6 @@ class Source(IntEnum):
 
     OWN_TEXT = 0
     EARLIER_TEXTS = 1
-    NETWORK = 2
 
 
 _SAID = {
@@ -40,7 +39,7 @@ class Draft(NamedTuple):
     """How likely it is, before experience."""
     source: Source
     length: int
-    """Tokens of the match that it follows; a network's guesses before it."""
+    """Tokens of the match that it follows."""
 
 
 def length_bin(length: int) -> int:

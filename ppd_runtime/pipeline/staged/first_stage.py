@@ -48,6 +48,7 @@ class FirstStage(FollowerStage):
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self.num_stages, self.rows = num_stages, rows
+        self._network = network
         self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network)
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name; last, those that none named."""
@@ -63,6 +64,8 @@ class FirstStage(FollowerStage):
         """Follow the request to its end."""
         yield from super().serve()
         self._tell_client()
+        if self._network is not None:
+            self._network.release()
 
     def _reset(self) -> None:
         self.chooser = RowChooser(self.tree, self.last_position, *self._choice)

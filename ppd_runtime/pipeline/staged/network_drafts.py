@@ -7,7 +7,7 @@ from torch import Tensor, stack
 
 from ppd_runtime.models.trained.drafter import DraftNetwork
 from ppd_runtime.models.trained.exit_heads import ShortlistSampler
-from ppd_runtime.pipeline.staged.drafters import Draft, Source
+from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.sampling.sampler import Sampler
 
 _GAIN = 0.5  # of a token, for what a node's successors are named, if the node comes true
@@ -15,7 +15,7 @@ _WEIGHT = 0.1  # the newest draft's time
 
 
 class NetworkDrafts:
-    """A drafter's network for one request. A cursor holds the guesses behind the newest certain token.
+    """A drafter's network for one request.
 
     The network reads certain tokens only when something is asked, then all that wait at once. Where a token's state is
     missing, it begins anew behind the gap: its keys and values are context, which guesses can do without.
@@ -27,8 +27,6 @@ class NetworkDrafts:
         capacity: new tokens of the request and guesses behind them, at the most.
         pass_seconds: gives the time of the model's pass over one token, 0 while unknown.
     """
-
-    newest: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -56,16 +54,24 @@ class NetworkDrafts:
         seconds = self._pass_seconds()
         return not seconds or chance * _GAIN * seconds > self._seconds
 
-    def guesses(self, cursor: Sequence[int], text: Sequence[int]) -> Sequence[Draft]:
-        """What may follow a node, whose `text` ends with the guesses; nothing before a token with a state."""
+    def guesses(self, path: Sequence[int], text: Sequence[int]) -> Sequence[Guess]:
+        """What may follow a node: the last guess of a path behind the newest certain token, at the end of its `text`.
+
+        Nothing is named before there is a token with a state.
+        """
         began = time.perf_counter()
         self._read()
         if not self._has_read:
             return ()
-        (named,) = self._ranking.guesses(self._network.draft([cursor]), [text], self._k)
+        (named,) = self._ranking.guesses(self._network.draft([path]), [text], self._k)
         seconds = time.perf_counter() - began
         self._seconds += (_WEIGHT if self._seconds else 1.0) * (seconds - self._seconds)
-        return [Draft(token, said, Source.NETWORK, len(cursor)) for token, said in named]
+        return named
+
+    def release(self) -> None:
+        """Free the memory: the request is over."""
+        self._network.begin(0)
+        self._begins, self._has_read, self._waiting = True, False, []
 
     def _read(self) -> None:
         """Have the network follow the tokens that wait."""

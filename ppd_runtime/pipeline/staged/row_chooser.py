@@ -143,8 +143,7 @@ class RowChooser:
         if self._network is None or self.guessing < Guessing.EXITS or node.position >= self.last_position:
             return
         if said < _SURE and self._network.is_worth(chance):
-            named = self._network.guesses(path, self.tree.text(node))
-            self.name(node, NETWORK, [(draft.token, draft.said) for draft in named])
+            self.name(node, NETWORK, self._network.guesses(path, self.tree.text(node)))
 
     def forget_dropped(self) -> None:
         """Forget what was named to follow nodes that are gone."""

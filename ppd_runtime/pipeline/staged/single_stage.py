@@ -52,6 +52,7 @@ class SingleStage(StagedDecider):
         super().__init__(stage, send, begin, policy)
         self.rows = rows
         self.asked = self.foreseen = 0
+        self._network = network
         self._of_pass: tuple[Tensor, Sequence[Tensor]] | None = None  # a pass' states, and their logits
         last_position = len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
@@ -66,6 +67,12 @@ class SingleStage(StagedDecider):
     def counts(self) -> dict[str, Any]:
         """Fields of `PathStats`."""
         return super().counts() | {"asked": self.asked, "foreseen": self.foreseen}
+
+    def _end(self, passes_before: int) -> None:
+        super()._end(passes_before)
+        self._of_pass = None
+        if self._network is not None:
+            self._network.release()
 
     def _decode(self, stop: StopRule) -> Generator[Awaited, Any, int | None]:
         self.policy.begin()

@@ -16,7 +16,7 @@ from ppd_runtime.models.trained.drafter import DrafterNetwork, normed, rotary_ta
 from ppd_runtime.models.trained.heads import model_end
 from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
-from ppd_runtime.training.adapt.timed import TimedTraining, few_bits_products
+from ppd_runtime.training.adapt.timed import TimedTraining, bfloat16_products
 from ppd_runtime.training.adapt.work_folder import WorkFolder
 from ppd_runtime.training.recipe import Recipe
 
@@ -79,7 +79,7 @@ class DrafterTraining(TimedTraining):
     def add_gradients(self, step: int) -> float:
         """Add the gradients of some texts' losses; gives the mean loss of the drafter's steps."""
         texts = [self._texts[number] for number in _BATCHES.batch(step, len(self._texts))]
-        with few_bits_products(self._device):
+        with bfloat16_products(self._device):
             own_states = self.own_states(texts)
         wanted = pad_sequence([self._after(self._final, text) for text in texts], batch_first=True)
         counts = pad_sequence([self._after(self._covered, text) for text in texts], batch_first=True)
@@ -126,7 +126,7 @@ class DrafterTraining(TimedTraining):
         return found
 
     def _logits(self, states: Tensor) -> Tensor:
-        with few_bits_products(self._device):
+        with bfloat16_products(self._device):
             return self._head(states[None])[0].float()
 
     def _pairs(self, texts: Sequence[DraftedText]) -> tuple[Tensor, Tensor]:

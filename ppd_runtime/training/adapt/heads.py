@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.trained.heads import AffineHead
 from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
-from ppd_runtime.training.adapt.timed import TimedTraining, few_bits_products
+from ppd_runtime.training.adapt.timed import TimedTraining, bfloat16_products
 from ppd_runtime.training.adapt.work_folder import WorkFolder
 from ppd_runtime.training.recipe import Recipe
 
@@ -78,7 +78,7 @@ class HeadsTraining(TimedTraining):
         batch = self._places[torch.from_numpy(_BATCHES.batch(step, self.num_places)).sort().values]
         labels, total = self._labels[batch].to(self._device), 0.0
         for layer, states in self._states.items():
-            with few_bits_products(self._device):
+            with bfloat16_products(self._device):
                 logits = self.heads[layer](states[batch].to(self._device, torch.float32)[None])[0]
             loss = F.cross_entropy(logits.float(), labels)
             loss.backward()

@@ -15,7 +15,7 @@ _WARMUP = 20
 _LEAST_STEPS = 10
 
 
-def few_bits_products(device: torch.device) -> torch.autocast:
+def bfloat16_products(device: torch.device) -> torch.autocast:
     """Makes products of bfloat16 numbers where the device has instructions for them, which is several times as fast."""
     on_cpu = device.type == "cpu"
     has = torch.ops.mkldnn._is_mkldnn_bf16_supported() if on_cpu else torch.cuda.is_bf16_supported()
