@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ppd_runtime.pipeline.wire import encode
-from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
+from ppd_runtime.transport.collective_endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network
 
 DEADLINE = 30.0

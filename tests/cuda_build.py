@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from ppd_runtime.models.compiled import export
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
-from ppd_runtime.transport.collective.groups import CollectiveBackend
+from ppd_runtime.transport.collective_groups import CollectiveBackend
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _FAMILIES = {

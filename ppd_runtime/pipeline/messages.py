@@ -323,7 +323,7 @@ class Peers(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkNote(Message):
-    """Worker → worker: a named value for the link between them; see `transport.collective`."""
+    """Worker → worker: a named value for the link between them; see `transport.collective_links`."""
 
     link: str
     key: str

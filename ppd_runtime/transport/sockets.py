@@ -15,7 +15,7 @@ _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 def check_collective(device: str) -> None:
     """Raise ValueError if this PyTorch has no collectives for tensors of a device."""
-    from ppd_runtime.transport.collective.groups import check_backend  # its import takes a while
+    from ppd_runtime.transport.collective_groups import check_backend  # its import takes a while
 
     check_backend(device)
 
@@ -47,7 +47,7 @@ def open_endpoint(network: Network, address: int, has_own_core: bool = False, de
     endpoint: Endpoint
     if network.transport == "collective":
         _zeromq()  # carries what is not a tensor
-        from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint  # its import takes a while
+        from ppd_runtime.transport.collective_endpoint import CollectiveEndpoint  # its import takes a while
 
         endpoint = CollectiveEndpoint(network, address, device)
     elif network.transport == "zeromq" or network.interface or network.keys:

@@ -12,8 +12,8 @@ from two_gpus import TwoGpus, on_gpu, two_gpus
 
 from ppd_runtime.models.compiled.graphs import Recordings
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.transport.collective import groups
-from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore
+from ppd_runtime.transport import collective_groups as groups
+from ppd_runtime.transport.collective_groups import Channel, CollectiveBackend, PairStore
 
 NUM_BYTES = 8
 UNDEFINED = -(2**31)

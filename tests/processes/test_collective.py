@@ -19,8 +19,8 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, TensorAnnouncement
 from ppd_runtime.pipeline.wire import split
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
-from ppd_runtime.transport.collective import links
-from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
+from ppd_runtime.transport import collective_links as links
+from ppd_runtime.transport.collective_endpoint import CollectiveEndpoint
 from ppd_runtime.transport.network import Network
 
 PROMPT = [5, 9, 200, 31]

@@ -17,9 +17,10 @@ from collective_places import DEADLINE, Places, same, tensors
 from ppd_runtime.pipeline.messages import Candidate, End, Entries, ExitState, Message, TensorAnnouncement
 from ppd_runtime.pipeline.wire import split
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
-from ppd_runtime.transport.collective import groups, links
-from ppd_runtime.transport.collective.endpoint import CollectiveEndpoint
-from ppd_runtime.transport.collective.groups import CollectiveBackend
+from ppd_runtime.transport import collective_groups as groups
+from ppd_runtime.transport import collective_links as links
+from ppd_runtime.transport.collective_endpoint import CollectiveEndpoint
+from ppd_runtime.transport.collective_groups import CollectiveBackend
 
 UNDER_WAY, BYTES_UNDER_WAY = 8, 2**20
 """As many transfers as `CollectiveBackend` has under way on a GPU."""
@@ -57,7 +58,7 @@ class AsOnGpus(CollectiveBackend):
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
     monkeypatch.setattr(groups, "Transfer", Watched)
-    monkeypatch.setattr("ppd_runtime.transport.collective.endpoint.CollectiveBackend", AsOnGpus)
+    monkeypatch.setattr("ppd_runtime.transport.collective_endpoint.CollectiveBackend", AsOnGpus)
     monkeypatch.setattr(links, "_WATCH_EVERY_S", 0.1)
     monkeypatch.setattr(links, "_REST_S", 0.3)
     places = Places(tmp_path)

@@ -5,7 +5,7 @@ import torch
 
 from ppd_runtime import PPDRuntime
 from ppd_runtime.launch.ray.gpus import own_device
-from ppd_runtime.transport.collective import groups
+from ppd_runtime.transport import collective_groups as groups
 from ppd_runtime.transport.sockets import choose_transport
 
 

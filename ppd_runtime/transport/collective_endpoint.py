@@ -11,8 +11,8 @@ from torch import Tensor
 from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement
 from ppd_runtime.pipeline.wire import has_tensor, split
 from ppd_runtime.settings.layouts import CLIENT
-from ppd_runtime.transport.collective.groups import CollectiveBackend, check_backend
-from ppd_runtime.transport.collective.links import Link, read_name
+from ppd_runtime.transport.collective_groups import CollectiveBackend, check_backend
+from ppd_runtime.transport.collective_links import Link, read_name
 from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.zeromq import ZmqEndpoint
 

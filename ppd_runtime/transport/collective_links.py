@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement
 from ppd_runtime.pipeline.wire import received
-from ppd_runtime.transport.collective.groups import Channel, CollectiveBackend, PairStore, Transfer
+from ppd_runtime.transport.collective_groups import Channel, CollectiveBackend, PairStore, Transfer
 
 logger = logging.getLogger(__name__)
 _UP, _BROKEN, _TAKEN, _WORD = "up", "broken", "taken", "word "

@@ -1,1 +1,0 @@
-"""Tensors from device to device with `torch.distributed`, beside control messages over ZeroMQ."""
