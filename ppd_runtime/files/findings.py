@@ -1,14 +1,13 @@
 """Measurements of this machine, kept in the cache folder: who asks first measures, all others read."""
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name
-from ppd_runtime.files.checksummed import find, keep
+from ppd_runtime.files.checksummed import only_one
 
 
 def kept_finding(
@@ -18,24 +17,20 @@ def kept_finding(
 
     Raises:
         OSError: if they cannot be kept.
-        ValueError: if they cannot, or are damaged.
+        ValueError: if they cannot.
     """
-    folder, name = cache_folder(), f"{kind}-{ingredients_name(about)}"
-    path = find(folder, name, ".json") or _keep(folder, name, {**about, **dict(zip(names, measure(), strict=True))})
-    try:
-        finding = json.loads(path.read_text())
-        return tuple(float(finding[name]) for name in names)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged, remove it to have it made again: {error}") from error
+    folder = cache_folder()
+    if known := _known(kind, about, names):
+        return known
+    found = dict(zip(names, measure(), strict=True))
+    with only_one(folder, _name(kind, about)):  # another process may have been quicker: then its finding stays
+        if not (known := _known(kind, about, names)):
+            note_values(kind, about, found)
+    return known or tuple(found.values())
 
 
 def note(kind: str, about: Mapping[str, Any], numbers: Sequence[float]) -> None:
-    """Keep these numbers, which `noted` gives for `about` (JSON values).
-
-    Raises:
-        OSError: if they cannot be kept.
-        ValueError: if they cannot.
-    """
+    """Like `note_values`, for numbers, which `noted` gives."""
     note_values(kind, about, {"numbers": list(numbers)})
 
 
@@ -48,7 +43,12 @@ def noted(kind: str, about: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def note_values(kind: str, about: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Like `note`, for JSON values by name, which `noted_values` gives."""
+    """Keep JSON values by name, which `noted_values` gives for `about` (JSON values).
+
+    Raises:
+        OSError: if they cannot be kept.
+        ValueError: if they cannot.
+    """
     with atomic_file(_note_path(kind, about)) as path:
         path.write_text(json.dumps({**about, **found}, indent=2) + "\n")
 
@@ -62,13 +62,18 @@ def noted_values(kind: str, about: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _known(kind: str, about: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:
+    """The kept numbers; empty if one is missing or is none."""
+    values = noted_values(kind, about)
+    try:
+        return tuple(float(values[name]) for name in names)
+    except (ValueError, TypeError, KeyError):
+        return ()
+
+
 def _note_path(kind: str, about: Mapping[str, Any]) -> Path:
-    return cache_folder() / f"{kind}-{ingredients_name(about)}.json"
+    return cache_folder() / f"{_name(kind, about)}.json"
 
 
-def _keep(folder: Path, name: str, finding: dict[str, object]) -> Path:
-    """Write what was found, unless another process was quicker: then its finding stays."""
-    with tempfile.TemporaryDirectory(prefix="ppd-finding-") as making:
-        made = Path(making, "finding.json")
-        made.write_text(json.dumps(finding, indent=2) + "\n")
-        return keep(made, folder, name, ".json")
+def _name(kind: str, about: Mapping[str, Any]) -> str:
+    return f"{kind}-{ingredients_name(about)}"

@@ -9,7 +9,6 @@ from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.files.checksummed import checksum
 from ppd_runtime.launch.layout_choice import StageCosts, balanced_cuts, choose_layout, chosen_rows
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.tree_range import TreeRange
@@ -84,7 +83,6 @@ def _found(cache, **numbers):
     """Change the only finding."""
     (path,) = cache.glob("stages-*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | numbers))
-    path.rename(path.with_name(f"{path.stem.rpartition('-')[0]}-{checksum(path)}.json"))
 
 
 def _layout(folder, **settings):
