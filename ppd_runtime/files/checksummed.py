@@ -73,7 +73,7 @@ def has_checksum(path: Path, value: str) -> bool:
     """
     if not _is_small(path) and _whole_lately(path):
         return True
-    identity = _identity(path)
+    identity = version_of(path)
     if checksum(path) != value:
         return False
     note_whole(path, identity)
@@ -90,7 +90,7 @@ def find(folder: Path, name: str, suffix: str) -> Path | None:
     paths = _named(folder, name, suffix)
     for path in paths:
         if _whole_lately(path) or (_is_small(path) and is_whole(path)):
-            _count_as_used(path)
+            count_as_used(path)
             return path
     if not paths:
         return None
@@ -103,9 +103,9 @@ def find_alone(folder: Path, name: str, suffix: str) -> Path | None:
     for path in _named(folder, name, suffix):
         if _whole_lately(path):
             return path
-        _count_as_used(path)
+        count_as_used(path)
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
-            identity = _identity(path)
+            identity = version_of(path)
             if not _is_small(path):
                 read_in_large_pages(path)
             if is_whole(path):
@@ -166,7 +166,7 @@ def note_whole(path: Path, identity: list[int] | None = None) -> None:
     """Tell this host's other processes for a while that a file is whole, as when it had this identity."""
     if not _is_small(path):
         with contextlib.suppress(OSError):  # no place for a note: the others look for themselves
-            _note(path).write_text(json.dumps([time.time(), *(identity or _identity(path))]))
+            _note(path).write_text(json.dumps([time.time(), *(identity or version_of(path))]))
 
 
 def _named(folder: Path, name: str, suffix: str) -> list[Path]:
@@ -194,13 +194,15 @@ def _whole_lately(path: Path) -> bool:
     """Whether a process of this host has found it whole, and it has not been written to since."""
     try:
         when, *identity = json.loads(_note(path).read_text())
-        return abs(time.time() - when) < _LATELY_S and identity == _identity(path)
+        return abs(time.time() - when) < _LATELY_S and identity == version_of(path)
     except (OSError, ValueError, TypeError):
         return False
 
 
-def _identity(path: Path) -> list[int]:
-    about = path.stat()
+def version_of(path: Path) -> list[int]:
+    """Numbers that change when a file does; raises OSError if it cannot be opened."""
+    with path.open("rb") as file:  # network file systems look again when a file is opened
+        about = os.fstat(file.fileno())
     return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
@@ -213,7 +215,7 @@ def _note(path: Path) -> Path:
     return path.with_name(f"{path.stem}-{zlib.crc32(host.encode()):08x}{CHECKED}")
 
 
-def _count_as_used(path: Path) -> None:
+def count_as_used(path: Path) -> None:
     """Mark as recently used, but seldom: this changes the identity that a note is about."""
     with contextlib.suppress(OSError):  # a read-only folder
         if time.time() - path.stat().st_mtime > _TOUCH_S:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Protocol
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
@@ -15,7 +15,6 @@ from ppd_runtime.settings.checks import check_int
 from ppd_runtime.text import TextStream
 
 _MOST_TEXTS = 1024
-_SEEDS = 2**64
 
 
 class QueuedDecoder(Decoder, Protocol):
@@ -190,7 +189,7 @@ def with_seeds(params: SamplingParams, n: int | None) -> list[SamplingParams]:
         return [params]
     check_int("n", n, 1, _MOST_TEXTS)
     params = params.settled()
-    return [replace(params, seed=(params.seed + choice) % _SEEDS) for choice in range(n)]
+    return [params.with_later_seed(choice) for choice in range(n)]
 
 
 def as_they_end(requests: Sequence[Generation], at_once: int) -> Iterator[int]:

@@ -241,6 +241,10 @@ class SamplingParams:
             found["seed"] = secrets.randbelow(_SEEDS_BY_CHANCE)
         return replace(self, **found) if found else self
 
+    def with_later_seed(self, number: int) -> "SamplingParams":
+        """The same settings with the seed `number` seeds later; after 2^64 - 1 comes 0."""
+        return replace(self, seed=(self.seed + number) % 2**64)
+
     def named_tokens(self) -> Iterable[tuple[str, int]]:
         """Each token id that a setting names, with the setting."""
         for name in (*END_TOKENS, "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ppd_runtime.launch.cpu_affinity import on_cores
@@ -13,7 +13,6 @@ from ppd_runtime.tune.machine_load import LoadMeter
 
 _LEAST_TEXTS = 3
 _PROBED = 8  # prompts between two looks at the machine's load
-_SEEDS = 2**64
 
 
 class CannotDecodeError(RuntimeError):
@@ -131,7 +130,7 @@ def compare(
         on_prompt: is told how many prompts are done, and of how many if not for some seconds.
     """
     found, load = Comparison(), LoadMeter(probed)
-    seeds = [replace(params, seed=(params.seed + place) % _SEEDS) for place in range(len(prompts))]
+    seeds = [params.with_later_seed(place) for place in range(len(prompts))]
     found.first = _turn(ways, prompts[0], seeds[0], found.failures, LoadMeter())
     began = time.perf_counter()
     for number in itertools.count():

@@ -10,7 +10,6 @@ from ppd_runtime.settings.config import FLOATS, SHARED
 from ppd_runtime.tune.match_rates import MatchRateMeter, MatchRateSetting, TextPlaces
 from ppd_runtime.tune.subject import fitting_prompts
 
-_SEEDS = 2**64
 _RANGES = 8  # the columns of the paper's Tables 6 to 8: 16 tokens make pairs, 128 tokens make sixteens
 
 
@@ -121,7 +120,7 @@ def measured_report(
     ordinary, sampling, texts = meter.ordinary, meter.setting.sampling, []
     fitting = fitting_prompts(ordinary, prompts, sampling.max_new_tokens)
     for place, token_ids in fitting.items():
-        texts.append(meter.measure(token_ids, (sampling.seed + place) % _SEEDS))
+        texts.append(meter.measure(token_ids, sampling.with_later_seed(place).seed))
         on_prompt(len(texts), len(fitting))
     known = {"exit_head": meter.exit_head, "weights": ordinary.info.weights_name}
     skipped = len(prompts) - len(fitting)

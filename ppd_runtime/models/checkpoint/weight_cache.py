@@ -34,6 +34,7 @@ from ppd_runtime.files.checksummed import (
     of_blocks,
     only_one,
     unfinished,
+    version_of,
 )
 from ppd_runtime.files.large_pages import LARGE_PAGE
 from ppd_runtime.models.native.products import in_tiles
@@ -139,13 +140,6 @@ def _stored(path: Path) -> _Stored:
 
 def _num_bytes(stored: _Stored, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) for _, shape in stored.values()) * dtype.itemsize
-
-
-def version_of(path: Path) -> list[int]:
-    """Numbers that change when a file does; raises OSError if it cannot be opened."""
-    with path.open("rb") as file:  # network file systems look again when a file is opened
-        about = os.fstat(file.fileno())
-    return [about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
 def _name(path: Path, version: list[int], dtype: torch.dtype, tiled: bool) -> str:

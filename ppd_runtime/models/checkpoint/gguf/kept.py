@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ppd_runtime.files.cache_folder import cache_folder, ingredients_name, with_way_out
-from ppd_runtime.files.checksummed import checksum, has_checksum, only_one
+from ppd_runtime.files.checksummed import checksum, count_as_used, has_checksum, only_one, version_of
 from ppd_runtime.models.checkpoint.config import QUANTISED, SINGLE, read_json
 from ppd_runtime.models.checkpoint.gguf.architectures import architecture_of
 from ppd_runtime.models.checkpoint.gguf.config import config_of
@@ -21,7 +21,6 @@ from ppd_runtime.models.checkpoint.gguf.naming import Naming
 from ppd_runtime.models.checkpoint.gguf.reader import parts_of, read_gguf
 from ppd_runtime.models.checkpoint.gguf.tensors import TensorPlan, check_kinds, plan_tensors, rope_factors_of
 from ppd_runtime.models.checkpoint.gguf.tokenizer import BESIDE, write_tokenizer
-from ppd_runtime.models.checkpoint.weight_cache import version_of
 from ppd_runtime.models.checkpoint.weights_card import WeightsCard
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.native.packing import LAYOUT
@@ -34,7 +33,7 @@ _RECIPE = 0  # its numbers and scales were chosen by another program
 _PATIENCE_S = 1800.0  # for another process that writes the same model
 _TAKES_LONG = 2**28
 """From this many bytes of weights, a start logs why it takes long."""
-_UNUSED_S, _ORPHANED_S, _TOUCH_S = 14 * 24 * 3600.0, 24 * 3600.0, 3600.0
+_UNUSED_S, _ORPHANED_S = 14 * 24 * 3600.0, 24 * 3600.0
 """As with other kept copies, making one removes those unopened for `_UNUSED_S`, or for `_ORPHANED_S` if the file has
 gone or changed."""
 
@@ -73,7 +72,7 @@ def kept_folder(model: str) -> Path:
     place = cache_folder() / _FOLDER
     folder = place / ingredients_name(about)
     if _is_whole(folder):
-        _count_as_used(folder)
+        count_as_used(folder / _ABOUT)
         return folder
     try:
         place.mkdir(exist_ok=True)
@@ -146,14 +145,6 @@ def _is_whole(folder: Path) -> bool:
         return all(has_checksum(folder / name, value) for name, value in checksums.items())
     except (OSError, ValueError, KeyError, AttributeError):
         return False
-
-
-def _count_as_used(folder: Path) -> None:
-    """Mark the folder as recently opened."""
-    about = folder / _ABOUT
-    with contextlib.suppress(OSError):  # a read-only folder
-        if time.time() - about.stat().st_mtime > _TOUCH_S:
-            os.utime(about)
 
 
 def _remove_unused(place: Path) -> None:
