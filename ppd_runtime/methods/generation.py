@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT, Ending
 from ppd_runtime.methods.request_queue import Place, RequestQueue
-from ppd_runtime.methods.steps import Decoder, Step, Steps, Totals, in_parts, lengths_of_runs
+from ppd_runtime.methods.steps import Decoder, Step, Steps, Totals, lengths_of_runs, split_where_recomputed
 from ppd_runtime.results import GenerationResult, Live, PathStats, Stats, TokenEvent
 from ppd_runtime.sampling.logprobs import TokenLogprobs
 from ppd_runtime.sampling.params import SamplingParams
@@ -126,7 +126,7 @@ class Generation(Iterator[TokenEvent]):
                 self._decoder.queue.wait(self.place, self.most_tokens, self._ending)
             if not self.has_turn:
                 return Totals(CANCELLED, PathStats())
-            self._steps = in_parts(self._decoder, self._prompt_ids, self._params, self.live, self._ending)
+            self._steps = split_where_recomputed(self._decoder, self._prompt_ids, self._params, self.live, self._ending)
         return next(self._steps)
 
     def _event(self, step: Step) -> TokenEvent:

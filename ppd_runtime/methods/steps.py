@@ -1,4 +1,4 @@
-"""A request step by step, in two parts if the library would read a long text again."""
+"""The steps of a request. A request is split in two if transformers' `generate` would read its long text again."""
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -80,19 +80,21 @@ class Decoder(Protocol):
         """Yield each new token, then the totals; `live` is a `Live`."""
 
 
-def in_parts(decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending) -> Steps:
+def split_where_recomputed(
+    decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
+) -> Steps:
     """The steps of a request, then its totals.
 
     Where transformers' `generate` drops its cache and reads the text again (`ModelInfo.recomputed_at`), so does this:
     the text up to there is the prompt of a second part, in every layout and method alike.
     """
-    parts = parts_of(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
+    parts = sizes_of_parts(len(prompt_ids), params.max_new_tokens, decoder.info.recomputed_at)
     if len(parts) == 1:
         return decoder._steps(prompt_ids, params, live, ending)
-    return _several_parts(parts, decoder, prompt_ids, params, live, ending)
+    return _steps_of_parts(parts, decoder, prompt_ids, params, live, ending)
 
 
-def _several_parts(
+def _steps_of_parts(
     parts: Sequence[int], decoder: Decoder, prompt_ids: list[int], params: SamplingParams, live: int, ending: Ending
 ) -> Steps:
     stop = StopRule(params, decoder.info.eos_token_ids, decoder.tokenizer, prompt_ids)
@@ -137,7 +139,7 @@ def lengths_of_runs(verdicts: Sequence[bool | None]) -> tuple[int, ...]:
     return run_lengths(hits) if hits else (1,) * len(verdicts)
 
 
-def parts_of(prompt_size: int, max_new_tokens: int, recomputed_at: int | None) -> list[int]:
+def sizes_of_parts(prompt_size: int, max_new_tokens: int, recomputed_at: int | None) -> list[int]:
     """New tokens of each part of a request: two if its text grows past `recomputed_at` tokens, else one."""
     first = (recomputed_at or 0) - prompt_size
     return [first, max_new_tokens - first] if 0 < first < max_new_tokens else [max_new_tokens]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
-from ppd_runtime.methods.steps import Step, Totals, in_parts
+from ppd_runtime.methods.steps import Step, Totals, split_where_recomputed
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
@@ -125,7 +125,7 @@ class Attack:
     def _by_layout(self, layout: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         params = SamplingParams(max_new_tokens=self.new_tokens, ignore_eos=True, **sampling)
         decoder = _Layout(self.bench.info, self.ordinary.tokenizer, partial(self._run, layout))
-        steps = in_parts(decoder, prompt, params, True, Ending(None))
+        steps = split_where_recomputed(decoder, prompt, params, True, Ending(None))
         return [step.token_id for step in steps if isinstance(step, Step)]
 
     def _run(self, layout: str, prompt: list[int], params: SamplingParams) -> Decoded:
@@ -168,7 +168,7 @@ class Attack:
 
 @dataclass
 class _Layout:
-    """A layout's machines as what `in_parts` has the parts of a request from."""
+    """A layout's machines as what `split_where_recomputed` has the parts of a request from."""
 
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
