@@ -46,7 +46,7 @@ class SwiftOptions:
     context_window: int = SWIFT_WINDOW
     """Generated tokens by which sets are scored."""
     search_seed: int = SearchSettings.seed
-    """Which random sets."""
+    """The seed of the random sets."""
     widest: int = SWIFT_WIDEST
     """Candidates for a doubtful place; 1: chains."""
 

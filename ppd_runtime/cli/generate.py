@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
-"""Of what boundaries 0, 1, … were the first to name; those of later ones are the last's."""
+"""Colours of the tokens that boundaries 0, 1, … were the first to name; later boundaries share the last colour."""
 _MOST_HELD = 2  # tokens, until it is known who named the first of them
 
 

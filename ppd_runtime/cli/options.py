@@ -34,7 +34,7 @@ Device = Annotated[str, typer.Option(help=summary(RuntimeConfig, "device"))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Write the same JSON into this file.")]
 Method = Enum("Method", {name: name for name in ("ppd", *METHODS)}, type=str)  # type: ignore[misc]
-"""The usual one first."""
+"""The methods' names, the usual one first."""
 PPD = Method("ppd")
 ChosenMethod = Annotated[Method, typer.Option(help="autoregressive is ordinary decoding, the oracle.")]
 ExitLayer = Annotated[int | None, typer.Option(help="Default: the trained part's, or the method's own.")]
@@ -74,7 +74,7 @@ class Option:
 
     setting: str
     parameter: inspect.Parameter
-    """As typer takes it."""
+    """The parameter that typer reads."""
     means: bool | None = None
     """What a flag stands for where it is given; None: the option has a value."""
 

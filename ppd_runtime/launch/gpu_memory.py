@@ -21,7 +21,7 @@ class FoundGpu:
     number: str
     """Its number on its host."""
     free: int
-    """Bytes."""
+    """Its free memory in bytes."""
     host: str = ""
     """The address of another host; empty: this one."""
 

@@ -28,7 +28,7 @@ class Verified(NamedTuple):
     began: float
     """When the verification began."""
     chosen: tuple[float, float]
-    """Choosing: begin and end."""
+    """When choosing began and ended."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Draft:
     steps: int = 0
     """Draft passes whose token was taken: the drafted depth, without side branches."""
     verified: Verified | None = None
-    """None: not verified yet."""
+    """The draft's verification; None: there was none yet."""
 
     def __post_init__(self) -> None:
         self.tokens, self.parents, self.distributions = [self.root], [-1], [None]

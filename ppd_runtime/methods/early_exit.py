@@ -130,7 +130,7 @@ class EarlyExitSettings:
     adaptive: bool = False
     """Whether the threshold follows the acceptance rate."""
     adaptation: Adaptation = field(default_factory=Adaptation)
-    """How it does."""
+    """How the threshold follows the acceptance rate."""
     probe: str | Path | None = None
     """A folder that `ppd train probe` wrote; None is the demo model's own, for that model."""
 

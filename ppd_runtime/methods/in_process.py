@@ -35,7 +35,7 @@ class OneProcessDecoding(TextGenerator):
 
     stage: LayerRange
     _sampler: Sampler
-    """The running request's."""
+    """The running request's sampler."""
 
     def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
         super().__init__(info, load_tokenizer(info), generation_defaults(info, config.generation_config))

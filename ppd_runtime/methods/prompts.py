@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = Union[str, Sequence[int], "Tensor", "np.ndarray[Any, Any]", BatchEncoding]
 """A text, or token ids: a sequence, a tensor or array `[tokens]` or `[1, tokens]`, or what a tokenizer gives."""
 Prompts: TypeAlias = list[str] | list[list[int]]
-"""Several."""
+"""Several prompts."""
 
 logger = logging.getLogger(__name__)
 _GIVE = "give a text or a list of token ids"

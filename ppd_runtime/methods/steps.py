@@ -41,7 +41,7 @@ class Totals:
     trace: Trace | None = None
     speculation: Speculation | None = None
     run_lengths: tuple[int, ...] | None = None
-    """None: from hits and misses."""
+    """Lengths of the runs; None: hits and misses tell them."""
     first_boundary: tuple[int, ...] = ()
     """See `Stats`."""
     layout: Layout | None = None

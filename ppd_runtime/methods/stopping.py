@@ -15,7 +15,7 @@ class Adaptation:
     target_rate: float = 0.9
     """α: the acceptance rate to keep to."""
     step: float = 0.01
-    """ε."""
+    """ε: how far a draft moves the threshold."""
     rate_memory: float = 0.5
     """β₁: what the running acceptance rate keeps of itself at each draft."""
     threshold_memory: float = 0.9

@@ -163,7 +163,7 @@ class SwiftSettings:
     adaptive: bool = False
     """Whether the threshold follows the acceptance rate, as AdaSPEED's."""
     adaptation: Adaptation = field(default_factory=Adaptation)
-    """How it does."""
+    """How the threshold follows the acceptance rate."""
     widest: int = SWIFT_WIDEST
     """Candidates that a doubtful place has at the most; the paper's 10, 5, 3, 1 go by confidence, 1 drafts chains."""
     context_window: int = SWIFT_WINDOW

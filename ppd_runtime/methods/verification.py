@@ -31,7 +31,7 @@ class AcceptanceRule(Protocol):
     """Draws the tokens of drafts and judges them, for one request."""
 
     sampler: Sampler
-    """The request's."""
+    """The request's sampler."""
 
     @property
     def takes_highest_logit(self) -> bool:

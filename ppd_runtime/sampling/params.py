@@ -145,7 +145,7 @@ class SamplingParams:
     encoder_repetition_penalty: float | None = field(default=None, metadata=_ADDED)
     """Above 1, the prompt's tokens become likelier."""
     encoder_no_repeat_ngram_size: int | None = field(default=None, metadata=_ADDED)
-    """Of the prompt, so many tokens in a row are not repeated, 0 to 100; 0 is none."""
+    """So many tokens in a row of the prompt are not repeated, 0 to 100; 0 turns it off."""
     renormalize_logits: bool | None = field(default=None, metadata=_ADDED)
     """Whether the scores become log-probabilities in the end."""
 
@@ -272,7 +272,7 @@ _NUMBERS: Mapping[str, int] = {
     "no_repeat_ngram_size": _MOST_NGRAM,
     "encoder_no_repeat_ngram_size": _MOST_NGRAM,
 }
-"""The most of each."""
+"""The largest allowed value of each setting."""
 _TOKEN_LISTS: Mapping[str, Callable[[str, object], Any]] = {
     "logit_bias": biases,
     "bad_words_ids": sequences,
@@ -281,7 +281,7 @@ _TOKEN_LISTS: Mapping[str, Callable[[str, object], Any]] = {
     "begin_suppress_tokens": token_ids,
     "forced_eos_token_id": token_ids,
 }
-"""How each is read."""
+"""The reader of each setting."""
 
 SAMPLING_SETTINGS = tuple(setting.name for setting in fields(SamplingParams))
 """The names of `SamplingParams`' settings."""

@@ -24,7 +24,7 @@ class Asked(NamedTuple):
     echoes: Sequence[str]
     """The prompt's text before each choice's; empty if not wanted."""
     prompt_tokens: Sequence[int]
-    """For each choice."""
+    """Prompt tokens of each choice."""
     n: int
     """Choices for each prompt."""
     stream_options: StreamOptions

@@ -76,7 +76,7 @@ class Hints(Body):
     prediction: Any = None
     parallel_tool_calls: Any = None
     priority: Any = None
-    """vLLM's."""
+    """A field of vLLM's."""
     cache_prompt: Any = None
     """llama.cpp's, as are those below."""
     timings_per_token: Any = None

@@ -19,7 +19,7 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _USUAL = SamplingParams()
 """The library's defaults, which are OpenAI's except the temperature."""
 _USUAL_TEMPERATURE = 1.0
-"""OpenAI's."""
+"""OpenAI's default."""
 _MOST_IDS = 2**21
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}

@@ -28,11 +28,11 @@ class HeadLike(Protocol):
 
 
 FORMATS = ("int8", "int4")
-"""Of weights of few bits, for a model in floats."""
+"""Formats of few bits that the weights of a model in floats may get."""
 GGUF = "gguf"
 """What weights are called that have the formats of a GGUF file, each matrix its own."""
 ALL_FORMATS = (*FORMATS, GGUF)
-"""That weights of few bits can have."""
+"""All formats of weights of few bits."""
 FLOATS = "floats"
 """What weights of no such format are called."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -36,7 +36,7 @@ SHORT_COLUMNS: Columns = {
     "M": lambda f: _number(f.mean_accepted_length, 2),
     "equal": lambda f: _share(f.equal_tokens),
 }
-"""What matters most."""
+"""The columns that matter most."""
 _COLUMNS: Columns = {
     **SHORT_COLUMNS,
     "speed-up": lambda f: _spread(f.speedup),

@@ -48,13 +48,13 @@ class Figures:
     ms_per_token: float | None
     """Time of a token after the first ones, median of the texts."""
     ordinary_ms_per_token: float | None
-    """Ordinary decoding's."""
+    """Ordinary decoding's time of such a token, median of the texts."""
     step_speedup: Spread | None
     """Ordinary decoding's time of a token after the first ones over this way's, of each pair."""
     allowed_speedup: float | None
     """What s, CR and c allow after the first token by SWIFT's equation 6; what Theorem 4.1 or N/E[J] allow for PPD."""
     acceptance_rate: float | None
-    """α."""
+    """α: accepted drafts among draft steps."""
     mean_accepted_length: float
     """M: new tokens for each full pass, the prompt's among them (SWIFT, appendix B.3)."""
     compression_rate: float
@@ -62,9 +62,9 @@ class Figures:
     ctar: tuple[float | None, ...]
     """CTAR(w) for `WINDOWS`: share of the verifications that gave more than w tokens (Kangaroo, equation 2)."""
     draft_steps: float | None
-    """s."""
+    """s: draft steps for each verification."""
     draft_cost: float | None
-    """c, measured."""
+    """c: the measured time of a draft step over that of an ordinary step."""
     verification_cost: float | None
     """v: a verification's time over that of an ordinary step."""
     equal_texts: float

@@ -15,7 +15,7 @@ class RayNode:
     """What a Ray node has in all, in use or not."""
 
     host: str
-    """Its address."""
+    """The host's address."""
     cpus: float
     gpus: float
 

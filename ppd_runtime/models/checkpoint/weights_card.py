@@ -16,7 +16,7 @@ class WeightsCard:
     weights: str
     """The format of the layers' matrices, such as int8, or "gguf"."""
     head: str
-    """The head's, or floats."""
+    """The format of the head's matrix, or floats."""
     recipe: int
     """See `quantised.RECIPE`."""
     source: str

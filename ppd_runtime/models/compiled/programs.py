@@ -21,7 +21,7 @@ class _Texts(NamedTuple):
     masks."""
 
     mask: Tensor
-    """That the library is given, and that nobody reads."""
+    """The mask that the library is given and nobody reads."""
     where: Tensor
     lists: Tensor
     window: int

@@ -31,7 +31,7 @@ class NumberFormat:
     values: Sequence[int]
     """The whole number that each code stands for."""
     groups: int = 1
-    """In a block."""
+    """Groups in a block."""
     halves: int = 0
     """Parts of a group with a whole number for the scale; 0: the block's scale is the group's."""
     has_minimum: bool = False
@@ -74,7 +74,7 @@ def _all_formats() -> Mapping[str, NumberFormat]:
 
 
 NUMBER_FORMATS = _all_formats()
-"""By name."""
+"""The formats by name."""
 
 
 @dataclass(frozen=True)

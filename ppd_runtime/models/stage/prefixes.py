@@ -22,7 +22,7 @@ class KeptChunk:
 
     def __init__(self, cache: StageCache, positions: range, hidden: Tensor) -> None:
         self.cache: StageCache | None = cache
-        """None once the entries are copied."""
+        """The cache that holds the entries; None once they are copied."""
         self.num_tokens, self.hidden = len(positions), hidden
         self._positions = positions
         self._entries: tuple[Tensor, ...] = ()

@@ -133,9 +133,9 @@ class LayerSubset(NamedTuple):
     numbers: tuple[int, ...]
     """Its layers."""
     attending: tuple[int, ...]
-    """Those whose entries it reads and writes; the others are without attention."""
+    """Layers whose entries it reads and writes; the others are without attention."""
     without_mlp: tuple[int, ...] = ()
-    """Those without MLP."""
+    """Layers without MLP."""
 
     @property
     def num_layers(self) -> int:

@@ -29,7 +29,7 @@ class Architecture:
     """How a GGUF file of an architecture is read."""
 
     model_type: str
-    """The library's."""
+    """The library's name for it."""
     settings: Settings
     """Configuration fields beside those that all have."""
     interleaved: bool = False

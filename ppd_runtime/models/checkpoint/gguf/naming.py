@@ -30,7 +30,7 @@ class Source:
     """Where a tensor of the library comes from: consecutive runs of rows."""
 
     shape: Shape
-    """The library's."""
+    """The tensor's shape in the library."""
     runs: Sequence[Run]
     head_dim: int | None = None
     """Rows of a head, if its rotary pairs have to be separated."""

@@ -47,7 +47,7 @@ class StoredTensor:
     start: int
     """Its first byte, from the beginning of the file."""
     num_bytes: int | None
-    """None for an unsupported type."""
+    """Its size in bytes; None for an unsupported type."""
 
     @property
     def rows(self) -> int:
