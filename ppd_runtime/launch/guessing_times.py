@@ -80,7 +80,7 @@ def _about(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
         "format": [str(main.dtype), main.info.weights],
         "layout": asdict(main.layout),
         "heads": [str(spec.exit_head) for spec in specs],
-        "drafter": next((spec.drafter.weights_sha256 for spec in specs if spec.drafter), None),
+        "drafter": next((spec.drafter.fingerprint for spec in specs if spec.drafter), None),
         "guess_vocab": [len(spec.guess_tokens) for spec in specs],
         "threads": main.threads,
         "emulated": str(main.emulate),

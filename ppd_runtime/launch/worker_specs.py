@@ -14,10 +14,10 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.drafter import DrafterInfo, describe_drafter
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
+from ppd_runtime.models.trained.named_drafter import NamedInfo, describe_named
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
@@ -52,17 +52,17 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
     return {head.exit_layer: head}
 
 
-def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> DrafterInfo | None:
+def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> NamedInfo | None:
     """The drafter that the settings name, or the kept one, or none; ValueError if it is not for this model.
 
     Workers that may be `elsewhere` have other cache folders, so there is no kept one for them.
     """
     if config.drafter is None:
         return None if elsewhere else kept_drafter(info)
-    return None if config.drafter == NONE else describe_drafter(config.drafter, info)
+    return None if config.drafter == NONE else describe_named(config.drafter, info)
 
 
-def _check_left_aside(config: RuntimeConfig, drafter: DrafterInfo) -> None:
+def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
     """Warn of a drafter whose tokens are not those that stages guess among; ValueError if the settings name it."""
     if config.drafter is None:
         logger.warning("no drafter guesses: the kept one names other tokens than guess_vocab has")
@@ -140,7 +140,7 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
     return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
 
 
-def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter: DrafterInfo | None) -> tuple[int, ...]:
+def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter: NamedInfo | None) -> tuple[int, ...]:
     """The tokens to guess among; empty: the whole vocabulary.
 
     The default is a shortlist for a model whose head has more weights than one of its layers, a drafter's own, or by

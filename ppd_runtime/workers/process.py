@@ -19,9 +19,9 @@ import torch
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.compiling import compiled_elsewhere
 from ppd_runtime.models.stage.emulation import EmulatedDevice
-from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.models.trained.named_drafter import read_drafter
 from ppd_runtime.settings.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
@@ -58,7 +58,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "info": ModelInfo(**info),
             "dtype": getattr(torch, fields["dtype"]),
             "exit_head": _read_head(fields["exit_head"]),
-            "drafter": fields["drafter"] and _read_drafter(fields["drafter"]),
+            "drafter": fields["drafter"] and read_drafter(fields["drafter"]),
             "cores": tuple(fields["cores"]),
             "layout": _read_layout(fields["layout"]),
             "guess_tokens": tuple(fields["guess_tokens"]),
@@ -85,10 +85,6 @@ def _read_head(head: str | dict[str, Any]) -> str | HeadInfo | OracleHead:
     if "texts" in head:
         return OracleHead(**head | {"texts": tuple(map(tuple, head["texts"]))})
     return HeadInfo(**head | {"folder": Path(head["folder"])})
-
-
-def _read_drafter(drafter: dict[str, Any]) -> DrafterInfo:
-    return DrafterInfo(**drafter | {"folder": Path(drafter["folder"])})
 
 
 def open_worker(order: str, own_address: str = "", own_device: str = "", code: bytes = b"") -> tuple[Worker, Endpoint]:

@@ -6,8 +6,8 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.models.trained.drafter import load_drafter
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
+from ppd_runtime.models.trained.named_drafter import load_named
 from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -110,7 +110,7 @@ class StagedRole(Role):
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
         drafts = spec.drafter if spec.rank == layout.guesser else None
-        self._drafter = load_drafter(drafts, stage.model) if drafts else None
+        self._drafter = load_named(drafts, stage.model) if drafts else None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 

@@ -122,7 +122,7 @@ def test_a_damaged_drafter_is_left_aside_and_one_that_is_named_is_refused(
         PPDRuntime(model, stages=1, drafter=folder)
     with pytest.raises(ValueError, match="drafter=mine: is for the staged layout"):
         PPDRuntime(model, k=1, drafter="mine")
-    with pytest.raises(ValueError, match="drafter='mine': holds no drafter.json"):
+    with pytest.raises(ValueError, match="drafter='mine': model 'mine' is neither a folder here nor"):
         PPDRuntime(model, stages=1, drafter="mine")
 
 

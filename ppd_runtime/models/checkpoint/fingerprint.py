@@ -26,9 +26,14 @@ def model_fingerprint(info: ModelInfo) -> str:
     Raises:
         ValueError: for a file that cannot be read or is cut short.
     """
-    config = json.loads((info.folder / "config.json").read_text(encoding="utf-8"))
+    return folder_fingerprint(info.folder, f"model {info.name!r}")
+
+
+def folder_fingerprint(folder: Path, called: str) -> str:
+    """`model_fingerprint` of any folder with config.json and safetensors; errors name it as it is `called`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     relevant = {name: value for name, value in config.items() if name not in _IRRELEVANT}
-    tensors = [tensor for path in weight_files(info.folder) for tensor in _tensors(info, path)]
+    tensors = [tensor for path in weight_files(folder) for tensor in _tensors(called, path)]
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for name, about, sample in sorted(tensors):
         digest.update(f"\0{name}\0{about}\0".encode() + sample)
@@ -41,7 +46,7 @@ def fingerprints(info: ModelInfo) -> tuple[str, ...]:
     return (model_fingerprint(info), *([card.source_fingerprint] if card else []))
 
 
-def _tensors(info: ModelInfo, path: Path) -> Iterator[tuple[str, str, bytes]]:
+def _tensors(called: str, path: Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, dtype with shape, and a sample of each tensor of a safetensors file."""
     try:
         with path.open("rb") as file:
@@ -50,7 +55,7 @@ def _tensors(info: ModelInfo, path: Path) -> Iterator[tuple[str, str, bytes]]:
                 first, last = (start + offset for offset in tensor["data_offsets"])
                 yield name, f"{tensor['dtype']}{tensor['shape']}", _sample(file, first, last)
     except (OSError, EOFError, ValueError, TypeError, KeyError, struct.error) as error:
-        raise ValueError(f"model {info.name!r}: {path.name} cannot be read: {error}") from error
+        raise ValueError(f"{called}: {path.name} cannot be read: {error}") from error
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:

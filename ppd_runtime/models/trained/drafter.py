@@ -65,6 +65,11 @@ class DrafterInfo(PartInfo):
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells it from all others."""
+        return self.weights_sha256
+
     def check_card(self) -> None:
         """Raise ValueError for tokens that no model has."""
         whole = all(type(number) is int and number >= 0 for number in self.tokens)

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.config import model_config, read_json, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.fingerprint import folder_fingerprint
 from ppd_runtime.models.checkpoint.hub import find_model, one_line
 from ppd_runtime.models.trained.dflash import DFlashDrafter, DFlashNetwork
 from ppd_runtime.models.trained.eagle3 import Eagle3Drafter, Eagle3Network
@@ -71,11 +72,21 @@ class PublishedInfo:
     """Layers of the model after which it reads states, in rising order."""
     tokens: tuple[int, ...]
     """Tokens that it gives the chances of, in the head's order."""
+    fingerprint: str
+    """Tells it from all others."""
 
     def network(self) -> PublishedNetwork:
         """The head's modules, on the meta device."""
         config = _layers_config(self.kind, self.fields[_LAYERS])
         return _KINDS[self.kind][0](config, len(self.layers), self.fields["draft_vocab_size"], self.fields)
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder says that it has a head of this format."""
+    try:
+        return _KIND in read_json(folder / "config.json")
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
@@ -98,7 +109,8 @@ def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
         parts = {name: file.get_slice(name) for name, file in _stored(path)}
         if config.num_hidden_layers > len(parts):  # before so many are built
             raise ValueError(f"num_hidden_layers={config.num_hidden_layers}, for {len(parts)} tensors; {_AGAIN}")
-        found = PublishedInfo(path, kind, fields, layers, _tokens(path, fields["draft_vocab_size"], info.vocab_size))
+        tokens = _tokens(path, fields["draft_vocab_size"], info.vocab_size)
+        found = PublishedInfo(path, kind, fields, layers, tokens, folder_fingerprint(path, "the head"))
         _check_tensors(found.network(), {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()})
     except ValueError as error:
         raise ValueError(f"drafter={str(folder)!r}: {error}") from error
