@@ -8,12 +8,14 @@ from machine_network import MachineNetwork
 from pipeline_runs import Bench, begin_message
 
 from ppd_runtime.models.stage.tree_range import TreeRange
-from ppd_runtime.models.trained.exit_heads import ModelHead
+from ppd_runtime.models.trained.drafter import DraftNetwork
+from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
 from ppd_runtime.pipeline.messages import Begin, Message, Missing, Peers, PromptStates, Rows, Token
 from ppd_runtime.pipeline.ports import Machine, WaitFor
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
@@ -32,7 +34,10 @@ class StagedRun:
         k: int,
         rows: int,
         seed: int | None = None,
+        network: DraftNetwork | None = None,
+        told_layers: Sequence[int] = (),
     ) -> None:
+        self.draft_network, self.told_layers = network, told_layers
         self.bench, self.begin, self.k, self.rows = bench, begin_message(prompt, params), k, rows
         self.borders = list(pairwise([0, *cuts, bench.info.num_layers]))
         self.network, self.sampler = MachineNetwork(seed), Sampler(params, len(prompt))
@@ -85,13 +90,21 @@ class StagedRun:
         self.network.run(200_000, end=DECIDER)
         return self.told
 
+    def drafts(self) -> NetworkDrafts | None:
+        """What a first stage asks."""
+        if self.draft_network is None:
+            return None
+        ranking = ShortlistSampler(self.sampler, self.draft_network.tokens, self.bench.info.vocab_size)
+        return NetworkDrafts(self.draft_network, ranking, self.k, 0, lambda: 0.0, reads_prompt=True)
+
     def _stage(self, place: int) -> TreeRange:
         first, last = self.borders[place]
-        return TreeRange(self.bench.stage(last, first), MOST_HELD)
+        return TreeRange(self.bench.stage(last, first), MOST_HELD, told_layers=self.told_layers)
 
     def _last(self, begin: Begin) -> Machine:
         stage = self._stage(-1)
-        last = LastStage(stage, self.bench.info.num_layers, self.others, self.network.send, begin)
+        told = [self.draft_network is not None] * 2
+        last = LastStage(stage, self.bench.info.num_layers, self.others, self.network.send, begin, None, *told)
         return last.decode(self.sampler, self.bench._stop(begin.params))
 
     def _follower(self, rank: int) -> Machine:
@@ -104,6 +117,7 @@ class StagedRun:
         stage, size, send = self._stage(rank - 1), len(self.borders), self.network.send
         head = ModelHead(stage._stage, self.sampler)
         if rank == 1:
-            yield from FirstStage(stage, head, size, self.k, self.rows, send, message).serve()
+            drafts = self.drafts()
+            yield from FirstStage(stage, head, size, self.k, self.rows, send, message, network=drafts).serve()
         else:
             yield from MiddleStage(stage, head, rank, size, self.k, send, message).serve()

@@ -277,6 +277,11 @@ class VirtualRowStage:
         """A node is of no use any more."""
         self._has_run.discard(node)
 
+    @staticmethod
+    def top(hidden: Tensor) -> Tensor:
+        """There are no other states."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Spend the final head's time."""
         self._clock.spend(self._times.head)

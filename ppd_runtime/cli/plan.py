@@ -31,6 +31,7 @@ def plan(
     prompts: options.Prompts = "demo",
     seconds: Annotated[float, typer.Option(help="Run each layout so long, in turn with ordinary decoding.")] = 8.0,
     exit_head: Annotated[str | None, typer.Option(help=summary(RuntimeConfig, "exit_head"))] = None,
+    drafter: Annotated[str | None, typer.Option(help=summary(RuntimeConfig, "drafter"))] = None,
     *,
     elsewhere: Settings,
     sampling: Settings,
@@ -45,6 +46,8 @@ def plan(
     there is a CPU core or a GPU for each process. Each runs in turn with ordinary decoding. Prompts are user's messages
     where the model has a chat template. What is advised is what --layout auto takes from then on.
 
+    With --drafter stages ask it, and --layout auto takes nothing over.
+
     With --devices no layout runs: formulas predict its time from those of a layer, a head and a message, and from match
     rates, all of which are given.
     """
@@ -55,10 +58,12 @@ def plan(
         in_process_config("a plan", {"model": model, **place})
         params = SamplingParams(**sampling)
         if given.devices is None:
-            planned = _measured(model, prompts, limit, params, seconds, exit_head, place)
+            planned = _measured(model, prompts, limit, params, seconds, exit_head, drafter, place)
         elif exit_head is not None:
             told = f"--exit-head {exit_head} with --devices: `ppd match-rate --exit-head` measures its rates"
             raise ValueError(f"{told}, give them as --match-rates instead")
+        elif drafter is not None:
+            raise ValueError(f"--drafter {drafter} with --devices, where no layout runs: drop one")
         else:
             planned = plan_devices(given, model, place.get("weights"))
         give_json(planned.as_dict(), as_json, out)
@@ -74,6 +79,7 @@ def _measured(
     params: SamplingParams,
     seconds: float,
     exit_head: str | None,
+    drafter: str | None,
     place: Settings,
 ) -> "Plan":
     from ppd_runtime.launch.found_layout import keep
@@ -82,8 +88,8 @@ def _measured(
     from ppd_runtime.tune.subject import loaded
 
     subject = loaded(model, prompts, limit, params, **place)
-    planned = plan_here(subject, seconds, exit_head, show_progress)
-    if planned.rows:
+    planned = plan_here(subject, seconds, exit_head, drafter, show_progress)
+    if planned.rows and drafter is None:
         ordinary = subject.ordinary
         keep(replace(ordinary.config, exit_head=exit_head), ordinary.info, finding(planned))
     return planned

@@ -14,10 +14,12 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
 from ppd_runtime.models.trained.named_drafter import NamedInfo, describe_named
+from ppd_runtime.models.trained.published import PublishedInfo
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
@@ -67,8 +69,11 @@ def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
     if config.drafter is None:
         logger.warning("no drafter guesses: the kept one names other tokens than guess_vocab has")
         return
-    named = f"drafter={config.drafter!r}: names {len(drafter.tokens)} tokens, others than stages guess among"
-    raise ValueError(f"{named}; give guess_vocab={len(drafter.tokens)} with the drafter's guess_counts, or stages=1")
+    tokens = len(drafter.tokens)
+    named = f"drafter={config.drafter!r}: names {tokens} tokens, others than stages guess among"
+    trained = isinstance(drafter, DrafterInfo)
+    way_out = f"give guess_vocab={tokens} with the drafter's guess_counts" if trained else "drop guess_vocab"
+    raise ValueError(f"{named}; {way_out}, or give stages=1")
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
@@ -147,7 +152,8 @@ def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter:
     the counts that lie beside trained heads, if there are any.
     """
     size = config.guess_vocab
-    if size is None and isinstance(heads, dict):
+    takes_all = isinstance(drafter, PublishedInfo) and drafter.takes_head and config.stages != 1
+    if size is None and isinstance(heads, dict) and not takes_all:
         size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
     if size is None or size == info.vocab_size:
         return ()
@@ -205,7 +211,8 @@ def worker_specs(
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
-    if drafter and config.stages != 1 and drafter.tokens != (guess_tokens or drafter.tokens):
+    takes_others = guess_tokens and drafter and drafter.takes_head and drafter.tokens != guess_tokens
+    if drafter and config.stages != 1 and takes_others:
         _check_left_aside(config, drafter)
         drafter = None
     specs = [
@@ -222,7 +229,7 @@ def worker_specs(
             heavy_length=heavy,
             prefix_cache_tokens=config.prefix_tokens,
             draft_memory_mb=config.draft_memory if rank == layout.guesser else 0,
-            drafter=drafter if rank in (DECIDER, layout.guesser) else None,
+            drafter=drafter,
         )
         for rank in range(processes)
     ]

@@ -109,7 +109,7 @@ class Token(Message):
     """Main → subs and client: the token at `position` is certain; `winner`'s early start is used (or MISS).
 
     For the subs, `hidden` is the token's state after the exit layer if the early start reached that layer; then no
-    `ExitState` follows.
+    `ExitState` follows. For the first stage it is what a drafter reads of the token before, `[1, layers, hidden_size]`.
     """
 
     position: Position
@@ -183,7 +183,10 @@ class Missing(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptStates(Message):
-    """Stage → next: hidden states of the prompt's chunk at `position` after the stage, `[1, tokens, hidden_size]`."""
+    """Stage → next: hidden states of the prompt's chunk at `position` after the stage, as `TreeRange` has them.
+
+    Last stage → first: what a drafter reads of the chunk, `[tokens, layers, hidden_size]`.
+    """
 
     epoch: Count
     position: Position
@@ -192,7 +195,7 @@ class PromptStates(Message):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Stage → next: the hidden states of a pass after its layers, `[1, nodes, hidden_size]`.
+    """Stage → next: the hidden states of a pass after its layers, as `TreeRange` has them.
 
     Each node is a token at a position after a parent, which came before it.
     """

@@ -17,14 +17,18 @@ from ppd_runtime.tune.verdict import Candidate, Plan, verdict
 
 
 def plan_here(
-    subject: Subject, seconds: float, exit_head: str | None = None, progress: Progress = lambda line: None
+    subject: Subject,
+    seconds: float,
+    exit_head: str | None = None,
+    drafter: str | None = None,
+    progress: Progress = lambda line: None,
 ) -> Plan:
     """Run every layout that fits this machine in turn with ordinary decoding; one that cannot start is left out.
 
-    `exit_head` is the setting of layouts with several processes. Every text has all its tokens: an end token would
-    leave too few to time.
+    `exit_head` is the setting of layouts with several processes, `drafter` that of stages. Every text has all its
+    tokens: an end token would leave too few to time.
     """
-    known = _conditions(subject, seconds, exit_head)
+    known = _conditions(subject, seconds) | {"exit_head": exit_head, "drafter": drafter}
     subject = replace(subject, params=replace(subject.params, ignore_eos=True))
     rows, left_out = list[LayoutFigures](), dict[str, str]()
     layouts = fitting(known["devices"], known["num_layers"], known["threads"], known["device"] == "cpu")
@@ -32,6 +36,7 @@ def plan_here(
         layout = with_best_threads(fits, rows)
         progress(f"measuring {layout.name} beside ordinary decoding, {number} of {len(layouts)}")
         others: dict[str, Any] = {"launcher": "processes", "exit_head": exit_head} if layout.processes > 1 else {}
+        others |= {"drafter": drafter} if "stages" in layout.settings else {}
         try:
             with opened(layout, subject.ordinary, **others) as way:
                 rows.append(measured(layout, way, subject, seconds))
@@ -58,7 +63,7 @@ def made_plan(known: Mapping[str, Any], rows: Sequence[LayoutFigures], left_out:
     return Plan(title, data, HEADS, layout_rows(ranked), found, tuple(_cautions(ranked, left_out)))
 
 
-def _conditions(subject: Subject, seconds: float, exit_head: str | None) -> dict[str, Any]:
+def _conditions(subject: Subject, seconds: float) -> dict[str, Any]:
     ordinary, params = subject.ordinary, subject.params
     device, threads = ordinary.stage.device.type, ordinary.config.threads_per_worker
     return {
@@ -75,7 +80,6 @@ def _conditions(subject: Subject, seconds: float, exit_head: str | None) -> dict
         "temperature": params.temperature or 0.0,
         "seconds": seconds,
         "machine": machine(),
-        "exit_head": exit_head,
     }
 
 
@@ -89,6 +93,7 @@ def _places(known: Mapping[str, Any]) -> str:
 def _candidate(known: Mapping[str, Any], row: LayoutFigures) -> Candidate:
     several = row.layout.processes > 1
     head = f" --exit-head {known['exit_head']}" * (known["exit_head"] is not None and several)
+    head += f" --drafter {known['drafter']}" * (known["drafter"] is not None and "stages" in row.layout.settings)
     return Candidate(
         name=row.layout.name,
         ms_per_token=row.ms_per_token,

@@ -30,7 +30,7 @@ def main() -> None:
     try:
         exit_head, seconds = asked.pop("exit_head"), asked.pop("seconds")
         subject = _short(loaded(asked.pop("model"), SHIPPED, None, SamplingParams(_MOST_TOKENS), **asked))
-        plan = plan_here(subject, seconds, exit_head, lambda line: tell(progress=line))
+        plan = plan_here(subject, seconds, exit_head, progress=lambda line: tell(progress=line))
         if not plan.rows:
             raise RuntimeError("; ".join([plan.verdict.text, *plan.cautions]))
         tell(found=finding(plan), cautions=plan.cautions)

@@ -20,7 +20,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.settings.checks import foreign_token
-from ppd_runtime.settings.layouts import CLIENT
+from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.workers.spec import WorkerSpec
 
 
@@ -31,15 +31,18 @@ class MessageValidator:
         self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size
         self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
         self._head_start = spec.layout.head_start(spec.info.num_layers)
+        told = spec.drafter.layers if spec.drafter else ()
+        self._columns, self._told = 1 + sum(layer < spec.first_layer for layer in told), max(1, len(told))
+        """How many states of a token come from the stage before, and to a drafter."""
         tokens, states, entries = self._of_tokens, self._of_states, self._of_entries
         self._faults: dict[type[Message], Callable[[Any], str]] = {
             Begin: self._of_request,
-            Token: lambda m: tokens((m.token_id,)) or ("" if m.hidden is None else states(m.hidden, 1)),
+            Token: lambda m: tokens((m.token_id,)) or ("" if m.hidden is None else self._of_told(m.hidden, 1)),
             ExitState: lambda m: states(m.hidden, 1),
             Candidate: lambda m: tokens(m.token_ids),
             HeadStart: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.token_ids)),
-            PromptStates: lambda m: states(m.hidden, m.hidden.shape[1] if m.hidden.dim() == 3 else 1),
-            Rows: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.nodes)),
+            PromptStates: self._of_prompt,
+            Rows: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.nodes), self._columns),
             Guesses: lambda m: tokens(m.token_ids),
             Entries: lambda m: entries(m.entries),
             CatchUp: lambda m: tokens(m.token_ids) or ("" if m.entries is None else entries(m.entries)),
@@ -63,8 +66,19 @@ class MessageValidator:
         foreign = foreign_token(token_ids, self._vocab_size)
         return "" if foreign is None else f"token id {foreign} is not among the model's {self._vocab_size}"
 
-    def _of_states(self, hidden: Tensor, tokens: int) -> str:
-        shape = (1, tokens, self._hidden_size)
+    def _of_prompt(self, message: PromptStates) -> str:
+        hidden = message.hidden
+        if message.sender == DECIDER:
+            return self._of_told(hidden, len(hidden) if hidden.dim() == 3 else 1)
+        return self._of_states(hidden, hidden.shape[1] if hidden.dim() == 3 else 1, self._columns)
+
+    def _of_told(self, hidden: Tensor, tokens: int) -> str:
+        return self._of_shape(hidden, (tokens, self._told, self._hidden_size))
+
+    def _of_states(self, hidden: Tensor, tokens: int, columns: int = 1) -> str:
+        return self._of_shape(hidden, (1, tokens, columns * self._hidden_size))
+
+    def _of_shape(self, hidden: Tensor, shape: tuple[int, ...]) -> str:
         if hidden.shape == shape and hidden.dtype == self._dtype:
             return ""
         return f"hidden states {_form(hidden)} and not {[*shape]} in {self._dtype}"

@@ -105,7 +105,8 @@ class StagedRole(Role):
         super().__init__(spec, stage)
         self.layout, self.rows = layout, layout.rows
         self.follows, self.resends_to_peers = spec.rank != DECIDER, spec.rank == DECIDER
-        self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens)
+        told = spec.drafter.layers if spec.drafter else ()
+        self._rows = self.tree_range = TreeRange(stage, MOST_HELD, spec.prefix_cache_tokens, spec.cache_tokens, told)
         self._calibration = GuessRecord()
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
@@ -144,21 +145,23 @@ class StagedRole(Role):
             session.begin,
             policy,
             tells_states=self.spec.drafter is not None,
+            tells_prompt=self.spec.drafter is not None and self.spec.drafter.reads_prompt,
         )
 
     def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
-        """The trained drafter for a request."""
-        if self._drafter is None:
+        """The drafter for a request."""
+        if self._drafter is None or self.spec.drafter is None:
             return None
-        network, stage = self._drafter.another(), self.stage
+        network, stage, reads_prompt = self._drafter.another(), self.stage, self.spec.drafter.reads_prompt
         ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
-        capacity = begin.params.max_new_tokens + MOST_NODES
+        capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * reads_prompt
         return NetworkDrafts(
             network,
             ranking,
             self.layout.k,
             capacity,
             lambda: stage.layer_seconds * (stage.num_layers - stage.first_layer),
+            reads_prompt,
         )
 
     def _fits_one_process(self, begin: Begin) -> bool:

@@ -48,7 +48,7 @@ class WorkerSpec:
     has_whole_model: bool = False
     """Whether a last stage may load all layers too; their weights are in memory that the stages share."""
     drafter: NamedInfo | None = None
-    """The drafter that the first or the only stage asks; the last one sends it states."""
+    """The drafter that the first or the only stage asks; the others send it the states that it reads."""
     draft_memory_mb: int = 0
     """Megabytes of earlier requests' texts in which a first or single stage looks for guesses."""
     prefix_cache_tokens: int = 0

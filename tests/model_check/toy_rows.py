@@ -59,6 +59,11 @@ class ToyRows:
         return to_tensor([[self._run(state, path, layers) for state, path in rows]])
 
     @staticmethod
+    def top(hidden: Tensor) -> Tensor:
+        """There are no other states."""
+        return hidden
+
+    @staticmethod
     def run_together(
         asked: "Sequence[tuple[ToyRows, Sequence[int] | Tensor, Sequence[Sequence[int]]]]", layers: range
     ) -> list[Tensor]:

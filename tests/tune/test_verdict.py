@@ -118,6 +118,7 @@ KNOWN = {
     "device": "cpu",
     "threads": 1,
     "exit_head": None,
+    "drafter": None,
     "seconds": 8.0,
 }
 
@@ -140,6 +141,8 @@ def test_a_plan_ranks_and_advises() -> None:
 def test_trained_exits_are_part_of_the_command() -> None:
     found = made_plan(KNOWN | {"exit_head": "heads"}, [measured("2 stages", 1.3)], {})
     assert found.verdict.text.endswith("(ppd generate --model m --stages 2 --exit-head heads)")
+    found = made_plan(KNOWN | {"drafter": "name/head"}, [measured("2 stages", 1.3)], {})
+    assert found.verdict.text.endswith("(ppd generate --model m --stages 2 --drafter name/head)")
 
 
 def test_a_layout_with_other_tokens_is_named_and_not_advised() -> None:

@@ -1,9 +1,10 @@
 """One of several stages in a row: runs its layers over a pass's rows, each a token in flight after its own text."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,28 @@ class TreeRange:
     not do: in bfloat16 most sums in another order round to the same number, so a trial may find no difference where a
     text of some hundred tokens does.
 
+    A drafter may read states after several layers. These travel with the states that go from stage to stage: hidden
+    states are `[1, tokens, hidden_size]` then but for what stands before, the same tokens' states after all layers of
+    `told_layers` that come before, in their order. `top` and `told` take them apart.
+
     Args:
         stage: it has these layers.
         most_nodes: nodes that have entries at any time, but the certain ones.
         kept_tokens: of earlier prompts, whose entries are kept for prompts that begin alike.
         room: tokens of all requests at a time; None: not known.
+        told_layers: the layers of the model after which a drafter reads states, rising; none is the model's last one.
     """
 
-    def __init__(self, stage: LayerRange, most_nodes: int, kept_tokens: int = 0, room: int | None = None) -> None:
+    def __init__(
+        self,
+        stage: LayerRange,
+        most_nodes: int,
+        kept_tokens: int = 0,
+        room: int | None = None,
+        told_layers: Sequence[int] = (),
+    ) -> None:
         self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
+        self._told_layers, self._hidden_size = told_layers, stage.model.config.hidden_size
         self.num_layers = stage.num_layers - stage.first_layer
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
@@ -107,8 +121,12 @@ class TreeRange:
             self.cached_tokens += len(chunk)
             hidden = kept.hidden
         else:
-            first, last, before = self._stage.first_layer, self._stage.num_layers, self._stage.layer_passes
-            hidden = self._stage.run_pass(first, last, inputs, position, in_prompt=True)
+            before = self._stage.layer_passes
+
+            def run(given: list[int] | Tensor, first: int, last: int) -> Tensor:
+                return self._stage.run_pass(first, last, given, position, in_prompt=True)
+
+            hidden = self._run_pieces(run, inputs, *self._numbers(None))
             self.layer_passes += self._stage.layer_passes - before
             if key:
                 self._kept.keep(key, KeptChunk(self._cache, chunk, hidden))
@@ -126,15 +144,41 @@ class TreeRange:
     ) -> Tensor:
         """Run nodes as one pass. Each path ends with one of them, after its ancestors that are not kept.
 
-        Ancestors come first. `inputs` are the nodes' token ids, or hidden states `[1, nodes, hidden_size]`, the shape
-        of the result too. `layers` are some of the stage's, counted from its first one, or all. Nodes may be kept and
-        dropped between two calls for some layers.
+        Ancestors come first. `inputs` are the nodes' token ids, or their hidden states, as the result is. `layers` are
+        some of the stage's, counted from its first one, or all. Nodes may be kept and dropped between two calls for
+        some layers.
         """
-        before, numbers = self._stage.layer_passes, self._numbers(layers)
-        position = self._slots.kept + len(paths[-1]) - 1
-        hidden = self._stage.run_rows(self._parts([(self, inputs, paths)]), position, *numbers)
+        before, position = self._stage.layer_passes, self._slots.kept + len(paths[-1]) - 1
+
+        def run(given: Sequence[int] | Tensor, first: int, last: int) -> Tensor:
+            return self._stage.run_rows(self._parts([(self, given, paths)]), position, first, last)
+
+        hidden = self._run_pieces(run, inputs, *self._numbers(layers))
         self.layer_passes += self._stage.layer_passes - before
         return hidden
+
+    def _run_pieces(self, run: Callable[[Any, int, int], Tensor], inputs: Any, first: int, last: int) -> Tensor:
+        """The states after the layers `first` to `last`, behind those after told layers; `run` runs a piece of them."""
+        if not self._told_layers:
+            return run(inputs, first, last)
+        states, found = inputs, list[Tensor]()
+        if isinstance(inputs, Tensor):
+            inputs = inputs.to(self._stage.device)
+            states, found = self.top(inputs), [inputs[..., : -self._hidden_size]]
+        for end in [*(layer for layer in self._told_layers if first <= layer < last), last]:
+            states = run(states, first, end) if first < end else states
+            found.append(states)
+            first = end
+        return torch.cat(found, dim=-1)
+
+    def top(self, hidden: Tensor) -> Tensor:
+        """The states after the newest layer alone, `[1, tokens, hidden_size]`."""
+        return hidden[..., -self._hidden_size :].contiguous() if self._told_layers else hidden
+
+    def told(self, hidden: Tensor) -> Tensor:
+        """The states that a drafter reads, from those after the model's last layer: `[tokens, layers, hidden_size]`."""
+        layers = max(1, len(self._told_layers))
+        return hidden[0, :, : layers * self._hidden_size].unflatten(-1, (layers, self._hidden_size))
 
     def _numbers(self, layers: range | None) -> tuple[int, int]:
         """The model's numbers of some of the stage's layers, half-open."""
@@ -149,16 +193,26 @@ class TreeRange:
         order = sorted(range(len(asked)), key=lambda place: not asked[place][0]._in_arena)
         in_order = [asked[place] for place in order]
         stage, _, paths = in_order[-1]
+        position, sizes = stage._slots.kept + len(paths[-1]) - 1, [len(paths) for _, _, paths in in_order]
         first, last = self._numbers(layers)
-        hidden = self._stage.run_rows(self._parts(in_order), stage._slots.kept + len(paths[-1]) - 1, first, last)
+
+        def run(given: Sequence[Sequence[int] | Tensor] | Tensor, first: int, last: int) -> Tensor:
+            parts = given.split(sizes, dim=1) if isinstance(given, Tensor) else given
+            some = [(stage, part, paths) for (stage, _, paths), part in zip(in_order, parts, strict=True)]
+            return self._stage.run_rows(self._parts(some), position, first, last)
+
+        inputs: Any = [given for _, given, _ in in_order]
+        if self._told_layers and isinstance(inputs[0], Tensor):
+            inputs = torch.cat(inputs, dim=1)
+        hidden = self._run_pieces(run, inputs, first, last)
         for stage, _, paths in asked:
             stage.layer_passes += len(paths) * (last - first)
-        states = hidden.split([len(paths) for _, _, paths in in_order], dim=1)
+        states = hidden.split(sizes, dim=1)
         return [states[order.index(place)] for place in range(len(asked))]
 
     def logits_together(self, asked: Sequence[tuple["TreeRange", Tensor]]) -> list[Tensor]:
-        """`logits` of states `[1, 1, hidden_size]` of several requests, together if that keeps their bits."""
-        hidden = [states for _, states in asked]
+        """`logits` of one token's states of each of several requests, together if that keeps their bits."""
+        hidden = [self.top(states) for _, states in asked]
         if len(hidden) > 1 and self.joins_heads:
             starts = range(0, len(hidden), self.most_together)
             parts = (torch.cat([*hidden[start : start + self.most_together]], dim=1) for start in starts)
@@ -175,7 +229,7 @@ class TreeRange:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits after the newest hidden state: final norm and head."""
-        return self._stage.logits(hidden)
+        return self._stage.logits(self.top(hidden))
 
     def _parts(self, asked: Sequence["Asked"]) -> Iterator[Part]:
         """Parts that run together; a part's slots are ready until the next is asked for. The arena's come first."""

@@ -58,6 +58,11 @@ class DrafterInfo(PartInfo):
     NAME: ClassVar[str] = "drafter"
     NOUN: ClassVar[str] = "drafter"
     COMMAND: ClassVar[str] = "ppd adapt"
+    layers: ClassVar[tuple[int, ...]] = ()
+    """Layers of the model after which it reads states; none is the last one."""
+    reads_prompt: ClassVar[bool] = False
+    takes_head: ClassVar[bool] = True
+    """Whether it needs the model's head for its tokens."""
 
     tokens: tuple[int, ...]
     """The shortlist, in rising order."""

@@ -29,8 +29,7 @@ def describe_named(name: str, info: ModelInfo) -> NamedInfo:
     except ValueError as error:
         raise ValueError(f"drafter={name!r}: {error}") from error
     if is_published(folder):
-        describe_published(name, info)
-        raise ValueError(f"drafter={name!r}: a head that is understood, but that stages do not run yet")
+        return describe_published(name, info)
     raise ValueError(
         f"drafter={name!r}: neither a folder that `{DrafterInfo.COMMAND}` wrote nor a head in the format of speculators"
     )

@@ -5,9 +5,9 @@ after layer n means after n layers; a card that names none means 2, half of all,
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,8 +72,11 @@ class PublishedInfo:
     """Layers of the model after which it reads states, in rising order."""
     tokens: tuple[int, ...]
     """Tokens that it gives the chances of, in the head's order."""
+    takes_head: bool
+    """Whether it needs the model's head for its tokens."""
     fingerprint: str
     """Tells it from all others."""
+    reads_prompt: ClassVar[bool] = True
 
     def network(self) -> PublishedNetwork:
         """The head's modules, on the meta device."""
@@ -110,8 +113,10 @@ def describe_published(folder: str | Path, info: ModelInfo) -> PublishedInfo:
         if config.num_hidden_layers > len(parts):  # before so many are built
             raise ValueError(f"num_hidden_layers={config.num_hidden_layers}, for {len(parts)} tensors; {_AGAIN}")
         tokens = _tokens(path, fields["draft_vocab_size"], info.vocab_size)
-        found = PublishedInfo(path, kind, fields, layers, tokens, folder_fingerprint(path, "the head"))
-        _check_tensors(found.network(), {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()})
+        found = PublishedInfo(path, kind, fields, layers, tokens, False, folder_fingerprint(path, "the head"))
+        network = found.network()
+        _check_tensors(network, {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()})
+        found = replace(found, takes_head=HEAD in network.shared or HEAD not in parts)
     except ValueError as error:
         raise ValueError(f"drafter={str(folder)!r}: {error}") from error
     except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:

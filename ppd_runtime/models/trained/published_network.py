@@ -1,5 +1,6 @@
 """What published draft heads have in common: layers of the library, a vocabulary, and one sequence's entries."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -100,6 +101,12 @@ class PublishedDrafter:
         self._network, self.layers, self.tokens = network, tuple(layers), tuple(tokens)
         self._device: torch.device = network.fc.weight.device
         self.begin(0)
+
+    def another(self) -> "PublishedDrafter":
+        """A drafter with this network for another sequence at the same time."""
+        other = copy.copy(self)
+        other.begin(0)
+        return other
 
     def begin(self, capacity: int) -> None:
         """Forget the last sequence. Memory for the next one is taken as it grows, whatever its `capacity`."""

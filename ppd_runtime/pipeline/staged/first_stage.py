@@ -78,7 +78,7 @@ class FirstStage(FollowerStage):
         if isinstance(message, Token):
             self.chooser.guessing = message.guessing
             if message.hidden is not None:
-                self.chooser.note_state(message.position - 1, message.hidden)
+                self.chooser.note_states(message.position - 1, message.hidden)
         super()._take(message)
 
     def _attempt(self) -> Machine:
@@ -190,6 +190,8 @@ class FirstStage(FollowerStage):
         self._untold.clear()
 
     def _take_work(self, message: Message) -> None:
+        if isinstance(message, PromptStates):
+            self.chooser.note_states(message.position, message.hidden)
         if not isinstance(message, Guesses):
             return
         self._reached[message.sender] = max(self._reached.get(message.sender, 0), message.pass_number)

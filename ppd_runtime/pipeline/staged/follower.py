@@ -264,7 +264,7 @@ class FollowerStage(ABC):
         if self.guessing >= Guessing.EXITS:
             states = hidden if len(open_) == len(nodes) else hidden[:, open_]
             texts = [self.tree.text(nodes[row]) for row in open_]
-            named = yield Naming(self.head, states, texts, self.k)
+            named = yield Naming(self.head, self.stage.top(states), texts, self.k)
         return [(nodes[row], guesses) for row, guesses in zip(open_, named, strict=True)]
 
 

@@ -45,7 +45,7 @@ class LastStage(StagedDecider):
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
     With each token the stages hear what to guess after it, by the `policy`. If the first stage has a drafter's network
-    (`tells_states`), it also hears the state from which the token was chosen.
+    (`tells_states`), it also hears what that reads of the token before, and of the prompt (`tells_prompt`).
 
     What takes longer than it can is lost. First this stage repeats what is certain, and each stage asks the one before
     it for what may be lost; then it begins another attempt.
@@ -60,9 +60,11 @@ class LastStage(StagedDecider):
         begin: Begin,
         policy: SpeculationPolicy | None = None,
         tells_states: bool = False,
+        tells_prompt: bool = False,
     ) -> None:
         super().__init__(stage, send, begin, policy)
-        self.num_layers, self.others, self._tells_states = num_layers, tuple(others), tells_states
+        self.num_layers, self.others = num_layers, tuple(others)
+        self._tells_states, self._tells_prompt = tells_states, tells_prompt
         # above a predecessor's epochs: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
         self._first_attempt = self.epoch + 1
@@ -98,7 +100,7 @@ class LastStage(StagedDecider):
 
     def _tell_stages(self, certain: Token, hidden: Tensor) -> None:
         if self._tells_states and certain.guessing >= Guessing.EXITS:
-            self.send((_FIRST,), replace(certain, hidden=hidden))
+            self.send((_FIRST,), replace(certain, hidden=self.stage.told(hidden)))
             self.send([rank for rank in self.others if rank != _FIRST], certain)
         else:
             self.send(self.others, certain)
@@ -142,6 +144,9 @@ class LastStage(StagedDecider):
                 self.cached_tokens = self.stage.cached_tokens
             if len(self.history) == len(self.begin.prompt_ids):
                 yield Call(self._sampler.note_prompt, self.stage.logits, states, self.history, position)
+            if self._tells_prompt:
+                told = self.stage.told(states)
+                self.send((_FIRST,), PromptStates(DECIDER, self.begin.request, self.epoch, position, told))
             self._tree.prompt.hidden = RowState(states, states.shape[1] - 1) if self._prompt.has_run else None
             return True
         nodes = self._arrivals.next_pass() if self._prompt.has_run else []

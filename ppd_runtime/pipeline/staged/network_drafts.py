@@ -1,9 +1,9 @@
-"""Boundary 0 with a network: a trained drafter names what may follow a node, from the last layer's states."""
+"""Boundary 0 with a network: a drafter names what may follow a node, from the states of the model's layers."""
 
 import time
 from collections.abc import Callable, Sequence
 
-from torch import Tensor, stack
+from torch import Tensor, cat
 
 from ppd_runtime.models.trained.drafter import DraftNetwork
 from ppd_runtime.models.trained.exit_heads import ShortlistSampler
@@ -26,6 +26,7 @@ class NetworkDrafts:
         k: tokens to name behind a node.
         capacity: new tokens of the request and guesses behind them, at the most.
         pass_seconds: gives the time of the model's pass over one token, 0 while unknown.
+        reads_prompt: whether the network follows the prompt too.
     """
 
     def __init__(
@@ -35,17 +36,17 @@ class NetworkDrafts:
         k: int,
         capacity: int,
         pass_seconds: Callable[[], float],
+        reads_prompt: bool = False,
     ) -> None:
+        self.reads_prompt = reads_prompt
         self._network, self._ranking, self._k, self._capacity = network, ranking, k, capacity
         self._pass_seconds, self._seconds = pass_seconds, 0.0
-        self._waiting: list[tuple[int, Tensor]] = []
-        self._begins = True
-        self._has_read = False
+        self.forget()
 
     def follow(self, token: int, state: Tensor | None) -> None:
-        """One more token is certain; `state` `[1, 1, hidden_size]` is the last layer's of the token before."""
+        """One more token is certain; `state` `[1, layers, hidden_size]` is of the token before."""
         if state is None:
-            self._begins, self._has_read, self._waiting = True, False, []
+            self.forget()
         else:
             self._waiting.append((token, state))
 
@@ -59,8 +60,9 @@ class NetworkDrafts:
 
         Nothing is named before there is a token with a state.
         """
-        began = time.perf_counter()
+        began, is_new = time.perf_counter(), self._begins
         self._read()
+        began = time.perf_counter() if is_new else began  # no other draft has a whole prompt to read
         if not self._has_read:
             return ()
         (named,) = self._ranking.guesses(self._network.draft([path]), [text], self._k)
@@ -71,7 +73,12 @@ class NetworkDrafts:
     def release(self) -> None:
         """Free the memory: the request is over."""
         self._network.begin(0)
-        self._begins, self._has_read, self._waiting = True, False, []
+        self.forget()
+
+    def forget(self) -> None:
+        """The text begins anew, or goes on behind a gap."""
+        self._begins, self._has_read = True, False
+        self._waiting: list[tuple[int, Tensor]] = []
 
     def _read(self) -> None:
         """Have the network follow the tokens that wait."""
@@ -81,5 +88,5 @@ class NetworkDrafts:
             self._network.begin(self._capacity)
             self._begins = False
         tokens, states = zip(*self._waiting, strict=True)
-        self._network.follow(tokens, stack([state[0] for state in states]))
+        self._network.follow(tokens, cat(states))
         self._waiting, self._has_read = [], True

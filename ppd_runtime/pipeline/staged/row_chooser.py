@@ -64,6 +64,10 @@ class RowChooser:
             self._drafters.append(FromEarlierTexts(earlier))
         self._followed = 0  # certain tokens that the drafters know
         self._network, self._states = network, dict[int, Tensor]()
+        self._heard = 1  # position of the first token that the network does not know; it begins with the second one
+        self._most_states = _MOST_STATES + len(tree.history)
+        if network is not None:
+            network.forget()
 
     def next_is_certain(self) -> bool:
         """Whether a certain token waits for its pass."""
@@ -99,21 +103,27 @@ class RowChooser:
         if guesses:
             successors.by_boundary[boundary] = guesses
 
-    def note_state(self, position: int, state: Tensor) -> None:
-        """The last layer's state of a certain token, `[1, 1, hidden_size]`, from which its successor was chosen."""
-        if self._network is not None:
-            self._states[position] = state
-            if len(self._states) > _MOST_STATES:
-                del self._states[next(iter(self._states))]
+    def note_states(self, position: int, states: Tensor) -> None:
+        """States of certain tokens from a position on, `[tokens, layers, hidden_size]`, that a network reads."""
+        if self._network is None:
+            return
+        for place, state in enumerate(states.split(1), position):
+            self._states[place] = state
+        while len(self._states) > self._most_states:
+            del self._states[next(iter(self._states))]
 
     def follow_text(self) -> None:
         """Have boundary 0's drafters read the certain tokens that they do not know yet."""
         history = self.tree.history
-        if self.guessing < Guessing.REPETITIONS or self._followed == len(history):
+        if self.guessing < Guessing.REPETITIONS:
             return
-        if self._network is not None:
-            for position in range(max(self._followed, 1), len(history)):
+        if self._network is not None and self._states:
+            newest = min(len(history), max(self._states) + 2)
+            for position in range(self._heard, newest):
                 self._network.follow(history[position], self._states.pop(position - 1, None))
+            self._heard = max(self._heard, newest)
+        if self._followed == len(history):
+            return
         for drafter in self._drafters:
             if self._followed:
                 for token in islice(history, self._followed, None):
@@ -141,6 +151,8 @@ class RowChooser:
             self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
         said = max((draft.said for draft in drafts.values()), default=0.0)
         if self._network is None or self.guessing < Guessing.EXITS or node.position >= self.last_position:
+            return
+        if node is self.tree.prompt or self._heard < len(self.tree.history):  # the first token waits for no network
             return
         if said < _SURE and self._network.is_worth(chance):
             self.name(node, NETWORK, self._network.guesses(path, self.tree.text(node)))

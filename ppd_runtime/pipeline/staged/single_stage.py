@@ -87,7 +87,8 @@ class SingleStage(StagedDecider):
             if (hidden := self._decisive()) is None:
                 yield from self._run_pass()
                 continue
-            self._chooser.note_state(len(self.history) - 1, hidden)
+            if self._network is not None:
+                self._chooser.note_states(len(self.history) - 1, self.stage.told(hidden))
             token = self._choose((yield from self._logits(hidden)), stop)
             if self.finish_reason:
                 return token
@@ -132,6 +133,8 @@ class SingleStage(StagedDecider):
             states = yield Call(self.stage.run_prompt, prompt[chunk.start : chunk.stop], chunk.start)
             if not self.begin.delivered:
                 yield Call(self._sampler.note_prompt, self.stage.logits, states, self.history, chunk.start)
+            if self._network is not None and self._network.reads_prompt:
+                self._chooser.note_states(chunk.start, self.stage.told(states))
         self.cached_tokens = self.stage.cached_tokens
         self._tree.prompt.hidden = RowState(states, states.shape[1] - 1)
         self._chooser.follow_text()
