@@ -19,7 +19,6 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
 from ppd_runtime.models.trained.named_drafter import NamedInfo, describe_named
-from ppd_runtime.models.trained.published import PublishedInfo
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
@@ -152,7 +151,7 @@ def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter:
     the counts that lie beside trained heads, if there are any.
     """
     size = config.guess_vocab
-    takes_all = isinstance(drafter, PublishedInfo) and drafter.takes_head and config.stages != 1
+    takes_all = drafter and not isinstance(drafter, DrafterInfo) and drafter.takes_head and config.stages != 1
     if size is None and isinstance(heads, dict) and not takes_all:
         size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
     if size is None or size == info.vocab_size:

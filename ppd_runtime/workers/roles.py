@@ -111,7 +111,7 @@ class StagedRole(Role):
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
         drafts = spec.drafter if spec.rank == layout.guesser else None
-        self._drafter = load_named(drafts, stage.model) if drafts else None
+        self._drafter = load_named(drafts, stage.model, spec.info) if drafts else None
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 

@@ -25,6 +25,8 @@ from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
+from ppd_runtime.models.trained.mtp import MtpInfo
+from ppd_runtime.models.trained.published import PublishedInfo
 from ppd_runtime.settings.layouts import PaperLayout, StagedLayout
 from ppd_runtime.transport.network import Network
 from ppd_runtime.workers.process import read_spec, start_order
@@ -64,7 +66,10 @@ def test_a_specification_survives_its_journey(folder, head, emulate, layout):
     drafter = DrafterInfo(Path("/somewhere/else"), "m", "abc", 0, 32, 300, "def", (3, 5))
     spec = replace(spec, guess_tokens=(3, 5), heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25), drafter=drafter)
     assert spec.pass_kinds == {PassKind.ONE, 3 if isinstance(layout, PaperLayout) else PassKind.SEVERAL}
-    assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
+    head = PublishedInfo(Path("/a head"), "dflash", {"block_size": 8}, (1, 3), (3, 5), True, "def")
+    for one in (drafter, head, MtpInfo(Path("/m"), 4, 300)):
+        spec = replace(spec, drafter=one)
+        assert read_spec(json.loads(start_order(spec, Network()))["spec"]) == spec
 
 
 @pytest.mark.parametrize(("transport", "dtype"), [("unix", "float32"), ("zeromq", "bfloat16")])

@@ -22,12 +22,12 @@ _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
-    """The configuration of the same model cut off after layer `last`."""
+    """The configuration of the same model cut off after layer `last`; a layer behind the model's is as its last one."""
     config = copy.deepcopy(config)
     full = config.num_hidden_layers
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == full and "layer" in name:
-            setattr(config, name, value[:last])
+            setattr(config, name, (value + value[-1:] * (last - full))[:last])
     config.num_hidden_layers = last
     return config
 

@@ -121,6 +121,10 @@ class PublishedDrafter:
         self._drop_guesses()
         self._take(tokens, states.to(self._network.fc.weight).flatten(1)[None])
 
+    def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probabilities of the token after each chain, `[chains, len(tokens)]`."""
+        raise NotImplementedError
+
     def _take(self, tokens: Sequence[int], joined: Tensor) -> None:
         """Append entries for certain tokens; `joined` is `[1, tokens, layers * hidden_size]`."""
         raise NotImplementedError
