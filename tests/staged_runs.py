@@ -34,9 +34,11 @@ class StagedRun:
         k: int,
         rows: int,
         seed: int | None = None,
+        drafts: Callable[[], NetworkDrafts] | None = None,
         network: DraftNetwork | None = None,
         told_layers: Sequence[int] = (),
     ) -> None:
+        self._makes_drafts = drafts
         self.draft_network, self.told_layers = network, told_layers
         self.bench, self.begin, self.k, self.rows = bench, begin_message(prompt, params), k, rows
         self.borders = list(pairwise([0, *cuts, bench.info.num_layers]))
@@ -92,6 +94,8 @@ class StagedRun:
 
     def drafts(self) -> NetworkDrafts | None:
         """What a first stage asks."""
+        if self._makes_drafts is not None:
+            return self._makes_drafts()
         if self.draft_network is None:
             return None
         ranking = ShortlistSampler(self.sampler, self.draft_network.tokens, self.bench.info.vocab_size)
@@ -103,7 +107,7 @@ class StagedRun:
 
     def _last(self, begin: Begin) -> Machine:
         stage = self._stage(-1)
-        told = [self.draft_network is not None] * 2
+        told = self._makes_drafts is not None or self.draft_network is not None, self.draft_network is not None
         last = LastStage(stage, self.bench.info.num_layers, self.others, self.network.send, begin, None, *told)
         return last.decode(self.sampler, self.bench._stop(begin.params))
 

@@ -16,6 +16,7 @@ from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
+from ppd_runtime.pipeline.staged.guarded_drafts import DrafterHealth, GuardedDrafts, usable
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
@@ -111,7 +112,9 @@ class StagedRole(Role):
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
         drafts = spec.drafter if spec.rank == layout.guesser else None
-        self._drafter = load_named(drafts, stage.model, spec.info) if drafts else None
+        vocab_size = spec.info.vocab_size
+        self._drafter = usable(load_named, drafts, stage.model, spec.info, vocab_size=vocab_size) if drafts else None
+        self._health = DrafterHealth()
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
@@ -152,10 +155,15 @@ class StagedRole(Role):
         """The drafter for a request."""
         if self._drafter is None or self.spec.drafter is None:
             return None
-        network, stage, reads_prompt = self._drafter.another(), self.stage, self.spec.drafter.reads_prompt
+        try:
+            network, stage, reads_prompt = self._drafter.another(), self.stage, self.spec.drafter.reads_prompt
+        except (RuntimeError, MemoryError) as error:
+            self._health.note_failure(error)
+            return None
         ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
         capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * reads_prompt
-        return NetworkDrafts(
+        return GuardedDrafts(
+            self._health,
             network,
             ranking,
             self.layout.k,

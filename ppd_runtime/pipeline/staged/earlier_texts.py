@@ -34,16 +34,27 @@ class EarlierTexts:
         self._writing, self._lock = Lock(), Lock()
 
     def add(self, text: Sequence[int]) -> None:
-        """Remember a request's prompt and answer; takes some microseconds a token."""
+        """Remember a request's prompt and answer; takes some microseconds a token.
+
+        Where memory runs out, all texts are forgotten: one that was added in part could not be read.
+        """
         with self._writing:
-            self._young.begin_text()
-            for start in range(0, len(text), _AT_ONCE):
+            try:
+                self._add(text)
+            except MemoryError:
                 with self._lock:
-                    if self._young.num_bytes >= self._most_bytes:
-                        self._generation += 1
-                        self._old, self._young = self._young, SuffixAutomaton()
-                    for token in text[start : start + _AT_ONCE]:
-                        self._young.add(token)
+                    self._generation += 2
+                    self._old, self._young = SuffixAutomaton(), SuffixAutomaton()
+
+    def _add(self, text: Sequence[int]) -> None:
+        self._young.begin_text()
+        for start in range(0, len(text), _AT_ONCE):
+            with self._lock:
+                if self._young.num_bytes >= self._most_bytes:
+                    self._generation += 1
+                    self._old, self._young = self._young, SuffixAutomaton()
+                for token in text[start : start + _AT_ONCE]:
+                    self._young.add(token)
 
     def advance(self, cursor: InGenerations, token: int) -> InGenerations:
         """The longest matches with `token` behind those of a cursor; forgotten texts have none."""

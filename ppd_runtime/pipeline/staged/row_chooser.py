@@ -1,18 +1,23 @@
 """Chooses the rows of a pass: the certain tokens first, then what is likeliest to follow."""
 
 import heapq
-from collections.abc import Sequence
-from itertools import islice
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import NETWORK, Guess, GuessRecord, Successors
 from ppd_runtime.pipeline.staged.drafters import Draft, Drafter, FromEarlierTexts, OwnText
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, NodeTree, number_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
 _MOST_STATES = 256  # of tokens that a network has not followed yet
@@ -124,12 +129,8 @@ class RowChooser:
             self._heard = max(self._heard, newest)
         if self._followed == len(history):
             return
-        for drafter in self._drafters:
-            if self._followed:
-                for token in islice(history, self._followed, None):
-                    drafter.follow(token)
-            else:
-                drafter.begin(history)
+        for _ in self._ask_each(self._tell):
+            pass
         self._followed = len(history)
 
     def name_drafts(self, node: Node, chance: float = 1.0) -> None:
@@ -139,13 +140,9 @@ class RowChooser:
         self.follow_text()
         path = self.tree.guessed(node)
         drafts: dict[int, Draft] = {}
-        for drafter in self._drafters:
-            cursor = drafter.newest
-            for token in path:
-                cursor = drafter.advance(cursor, token)
-            for draft in drafter.guesses(cursor):
-                if draft.token not in drafts or draft.said > drafts[draft.token].said:
-                    drafts[draft.token] = draft
+        for draft in chain.from_iterable(self._ask_each(lambda drafter: _drafts_behind(drafter, path))):
+            if draft.token not in drafts or draft.said > drafts[draft.token].said:
+                drafts[draft.token] = draft
         if drafts:
             likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
             self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
@@ -172,6 +169,25 @@ class RowChooser:
         named = successors.first_boundary(token)
         successors.learn(self.calibration, token)
         return True, named
+
+    def _ask_each(self, ask: Callable[[Drafter[Any]], T]) -> Iterator[T]:
+        """What each of the text's drafters answers; one that finds no memory is asked no more."""
+        for drafter in [*self._drafters]:
+            try:
+                answer = ask(drafter)
+            except MemoryError as error:
+                logger.warning("%s guesses no more in this request: %s", type(drafter).__name__, one_line(error))
+                self._drafters.remove(drafter)
+            else:
+                yield answer
+
+    def _tell(self, drafter: Drafter[Any]) -> None:
+        """Have a drafter read the certain tokens that it does not know yet."""
+        if not self._followed:
+            drafter.begin(self.tree.history)
+        else:
+            for token in islice(self.tree.history, self._followed, None):
+                drafter.follow(token)
 
     def _candidates(self) -> list[_Candidate]:
         """All candidates."""
@@ -202,3 +218,11 @@ class RowChooser:
         assert node is not None, "what enters stands behind a node that may come true"
         self.name_drafts(node, chance)
         return node
+
+
+def _drafts_behind(drafter: Drafter[Any], path: Sequence[int]) -> Sequence[Draft]:
+    """What a drafter names behind guesses that follow the newest certain token."""
+    cursor = drafter.newest
+    for token in path:
+        cursor = drafter.advance(cursor, token)
+    return drafter.guesses(cursor)
