@@ -95,4 +95,4 @@ def _print(report: "AdaptReport") -> None:
     ]
     print("\nspeed-up at most, if layers alone took time\n")
     print(plain_table(["stages", "cuts", *(f"k={k}" for k in KS)], bounds))
-    print(f"\nthey are in {report.folder}")
+    print(f"\nthey are in {report.folder}: {', '.join(f'layer {one.layer} {one.kind}' for one in report.heads)}")

@@ -46,7 +46,7 @@ def recipe_for(exit_layer: int, kind: str, recipe: str | None = None, **changes:
 
     The paper's is Table 4's, for a model of 13 billion parameters on eight GPUs. The quick one is ours, for a model
     like the demo's on two CPU cores: it learns full depth's distribution in a few minutes. None takes the paper's for
-    lm-head, and the quick one for affine, which the paper does not have.
+    lm-head, and the quick one for the other kinds, which the paper does not have.
     """
     recipe = recipe or (PAPER if kind == LM_HEAD else QUICK)
     if recipe not in RECIPES:
@@ -88,7 +88,8 @@ class HeadTraining(PartTraining):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     def compare(self, passes: Iterable[Pass]) -> HeadComparison:
-        """The model's own head, and this one."""
+        """The model's own head, and this one as it will be saved."""
+        HeadInfo.round_as_stored(self.head)
         return compare_heads(self.final_head, self.logits, passes, seed=self.recipe.seed)
 
     def save(self, known: Mapping[str, Any], card: Mapping[str, Any]) -> None:

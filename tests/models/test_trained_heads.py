@@ -19,7 +19,7 @@ from ppd_runtime import PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.trained.exit_heads import ModelHead, TrainedHead
-from ppd_runtime.models.trained.heads import AFFINE, KINDS, LM_HEAD, describe_head, load_head, new_head
+from ppd_runtime.models.trained.heads import AFFINE, GATED, KINDS, LM_HEAD, HeadInfo, describe_head, load_head, new_head
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.workers.worker import Worker
@@ -40,6 +40,9 @@ def states(dtype: str = "float32", tokens: int = 5) -> torch.Tensor:
 def test_a_new_head_is_the_shared_head(model_folder: ModelFolder, kind: str, family: str, dtype: str) -> None:
     stage = load_stage(model_folder(family), dtype)
     head = new_head(kind, stage.model).to(stage.model.dtype)
+    if kind == GATED:  # it scales states before the final norm does
+        torch.testing.assert_close(head(states(dtype)), stage.head(states(dtype)), rtol=0.02, atol=0.02)
+        return
     assert torch.equal(head(states(dtype)), stage.head(states(dtype)))
     assert torch.equal(head(states(dtype)[:, -1:])[0, -1].float(), stage.logits(states(dtype)))
 
@@ -60,18 +63,25 @@ def test_the_models_own_head_stays_as_it_is(model_folder: ModelFolder, tied: boo
 def test_what_is_trained_is_the_head_alone(model_folder: ModelFolder) -> None:
     model = load_stage(model_folder("llama")).model
     sizes = {kind: {name: p.numel() for name, p in new_head(kind, model).named_parameters()} for kind in KINDS}
-    assert sizes == {LM_HEAD: {"lm_head.weight": 300 * 32}, AFFINE: {"step.weight": 32 * 32, "step.bias": 32}}
+    step = {"step.weight": 32 * 32, "step.bias": 32}
+    gated = {"gate_up.weight": 2 * 24 * 32, "down.weight": 32 * 24}
+    assert sizes == {LM_HEAD: {"lm_head.weight": 300 * 32}, AFFINE: step, GATED: step | gated}
 
 
 def test_formulas(model_folder: ModelFolder) -> None:
     model = load_stage(model_folder("llama")).model
-    lm_head, affine = new_head(LM_HEAD, model), new_head(AFFINE, model)
-    shake(lm_head)
-    shake(affine)
+    lm_head, affine, gated = (new_head(kind, model) for kind in KINDS)
+    for head in (lm_head, affine, gated):
+        shake(head)
     hidden = states()
     assert torch.equal(lm_head(hidden), model.model.norm(hidden) @ lm_head.lm_head.weight.T)
     moved = hidden + hidden @ affine.step.weight.T + affine.step.bias
     assert torch.allclose(affine(hidden), model.lm_head(model.model.norm(moved)), atol=1e-5)
+    unit = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+    mapped = unit + unit @ gated.step.weight.T + gated.step.bias
+    gate, up = (mapped / mapped.square().mean(-1, keepdim=True).sqrt() @ gated.gate_up.weight.T).split(24, dim=-1)
+    moved = mapped + (gate * gate.sigmoid() * up) @ gated.down.weight.T
+    assert torch.allclose(gated(hidden), model.lm_head(model.model.norm(moved)), atol=1e-4)
 
 
 def test_soft_caps_hold_for_trained_heads_too(model_folder: ModelFolder) -> None:
@@ -97,6 +107,7 @@ def test_saved_and_loaded(model_folder: ModelFolder, tmp_path: Path, kind: str, 
     whole, sub = load_stage(folder), load_stage(folder, dtype, last=1)
     expected = new_head(kind, whole.model)
     shake(expected)
+    HeadInfo.round_as_stored(expected)
     loaded = load_head(known, sub.model)
     assert not any(p.requires_grad for p in loaded.parameters())
     for name, parameter in expected.named_parameters():

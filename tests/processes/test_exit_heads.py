@@ -10,7 +10,7 @@ from grids import nightly
 from heads_for_tests import make_head, write_texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.trained.heads import AFFINE, LM_HEAD
+from ppd_runtime.models.trained.heads import AFFINE, GATED, LM_HEAD
 from ppd_runtime.training.exit_head import HeadTraining
 
 ModelFolder = Callable[..., Path]
@@ -34,6 +34,7 @@ def head(model: Path, tmp_path: Path) -> Path:
     ("launcher", "transport", "kind"),
     [
         ("auto", "local", AFFINE),
+        ("auto", "local", GATED),
         ("processes", "zeromq", LM_HEAD),
         pytest.param("ray", "zeromq", LM_HEAD, marks=nightly),
     ],

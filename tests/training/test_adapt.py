@@ -14,10 +14,11 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.trained.drafter import Drafter, describe_drafter, load_drafter
-from ppd_runtime.models.trained.heads import AFFINE, describe_heads, model_end
+from ppd_runtime.models.trained.heads import AFFINE, GATED, describe_heads, model_end
 from ppd_runtime.training.adapt import answers, run
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
+from ppd_runtime.training.adapt.head_choice import HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import AdaptReport, stages_report
 from ppd_runtime.training.adapt.sources import Source, prompts_of, shipped_prompts, texts_of
@@ -204,6 +205,42 @@ def test_a_stopped_training_goes_on_where_it_ended(ordinary: OrdinaryDecoding, t
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_the_better_kind_is_chosen(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    """A tenth of a pass' weights has to gain a tenth of the guesses."""
+    affine = TriedHead(0.5, 100)
+    for right, kind in ((0.65, GATED), (0.55, AFFINE), (0.6, AFFINE)):
+        tried = {AFFINE: affine, GATED: TriedHead(right, 200)}
+        assert choose_head(3, tried, 1000) == HeadChoice(3, kind, tried)
+    tokens = tuple(range(0, 300, 2))
+    learning = training(tmp_path / "work", ordinary, tokens)
+    learning.run(Clock(WorkFolder(tmp_path / "work", {}), LONG), 1.0, lambda line: None)
+    places = learning._places[:500]
+    learning.choose(places, 10**6)
+    for layer, head in learning.heads.items():
+        choice, states = learning.choices[layer], learning._states[layer][places].float()
+        logits = head(states[None])[0]
+        right = (logits.topk(3).indices == learning._labels[places][:, None]).any(-1).float().mean()
+        assert choice.tried[choice.kind].right == pytest.approx(float(right))
+        assert choice.tried[choice.kind].numbers == sum(p.numel() for p in head.parameters())
+        assert all(torch.equal(p, p.bfloat16().float()) for p in head.parameters())  # as it will be saved
+
+
+def test_closed_forms_end_in_time(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
+    """A quarter of the training's time, counted from its first begin, a later run's parts included."""
+    learning, clock = training(tmp_path / "work", ordinary, (1, 2, 3)), Clock(WorkFolder(tmp_path / "clock", {}), 1.0)
+    learning._clock, learning._share, learning._began = clock, 1.0, 20.0
+
+    def read(spent: float, share: float = 1.0) -> int:
+        def parts() -> Iterator[int]:
+            for part in range(10):
+                clock._before = spent + 2 * (part + 1)
+                yield part
+
+        return len(list(learning.in_time(parts(), share)))
+
+    assert [read(20.0), read(20.0, 0.5), read(24.0), read(40.0)] == [5, 3, 3, 1]
+
+
 def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
     """Each step's logits are those of a drafter that follows the certain tokens and drafts the others."""
     texts, tokens, model = random_texts(3, 20), tuple(range(0, 300, 2)), ordinary.stage.model
@@ -274,7 +311,8 @@ def test_the_bound_is_stages_over_stage_times() -> None:
 def check(report: AdaptReport, out: Path, model: str, layers: list[int]) -> None:
     heads = describe_heads(out, describe(model))
     assert sorted(heads) == layers == [layer.layer for layer in report.layers]
-    assert {head.kind for head in heads.values()} == {AFFINE}
+    assert {layer: head.kind for layer, head in heads.items()} == {one.layer: one.kind for one in report.heads}
+    assert all({*one.tried} == {AFFINE, GATED} for one in report.heads)
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report.as_dict()))
     assert sum(report.held_out.values()) > 0
     assert all(bound >= 1 for stages in report.stages for bound in stages.after.values())

@@ -22,7 +22,7 @@ from ppd_runtime.models.native.packing import pack
 from ppd_runtime.models.native.quantising import quantise
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.slicing import FinalHead
-from ppd_runtime.models.trained.heads import model_end
+from ppd_runtime.models.trained.heads import model_end, normed
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
 _HEAD_DIM, _BASE = 64, 10000.0
@@ -63,6 +63,7 @@ class DrafterInfo(PartInfo):
     reads_prompt: ClassVar[bool] = False
     takes_head: ClassVar[bool] = True
     """Whether it needs the model's head for its tokens."""
+    STORED: ClassVar[torch.dtype] = torch.bfloat16
 
     tokens: tuple[int, ...]
     """The shortlist, in rising order."""
@@ -119,11 +120,6 @@ class DrafterNetwork(nn.Module):
         hidden = inputs + self.out(found.transpose(-2, -3).flatten(-2))
         gate, up = self.gate_up(normed(hidden)).chunk(2, dim=-1)
         return hidden + self.down(F.silu(gate) * up)
-
-
-def normed(states: Tensor) -> Tensor:
-    """States of unit size: those of a model's layers differ by orders of magnitude."""
-    return F.rms_norm(states, states.shape[-1:])
 
 
 def rotary_table(positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Exit heads trained for one layer of one model: two kinds of network, and the folders that hold them."""
+"""Exit heads trained for one layer of one model: three kinds of network, and the folders that hold them."""
 
 import copy
 import math
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,8 +19,9 @@ from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
-LM_HEAD, AFFINE = "lm-head", "affine"
-KINDS = (LM_HEAD, AFFINE)
+LM_HEAD, AFFINE, GATED = "lm-head", "affine", "gated"
+KINDS = (LM_HEAD, AFFINE, GATED)
+_INNER = 0.75
 _ROWS = "lm_head."
 """The name prefix of tensors with a row for each token."""
 
@@ -63,6 +66,41 @@ class AffineHead(nn.Module):
         return self.final(self.states(hidden))
 
 
+class GatedHead(nn.Module):
+    """m = n(h) + W n(h) + b, then m + D (silu(G n(m)) · U n(m)), then the model's own frozen norm and head.
+
+    n scales to unit size. G and U have `_INNER` rows a number of a state; W, b and D start at 0. It needs no other
+    token's state, so that a boundary keeps no cache for it, unlike a decoder layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        size, device = model.config.hidden_size, model.device
+        inner = int(_INNER * size)
+        self.step = nn.Linear(size, size, device=device)
+        self.gate_up = nn.Linear(size, 2 * inner, bias=False, device=device)
+        self.down = nn.Linear(inner, size, bias=False, device=device)
+        for starts_at_zero in (self.step.weight, self.step.bias, self.down.weight):
+            nn.init.zeros_(starts_at_zero)
+        self.final = FinalHead(model)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Input of `final` for hidden states `[batch, tokens, hidden_size]`."""
+        unit = normed(hidden)
+        mapped = unit + self.step(unit)
+        gate, up = self.gate_up(normed(mapped)).chunk(2, dim=-1)
+        return mapped + self.down(F.silu(gate) * up)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        return self.final(self.states(hidden))
+
+
+def normed(states: Tensor) -> Tensor:
+    """`[..., hidden_size]`, each row scaled to unit size."""
+    return F.rms_norm(states, states.shape[-1:])
+
+
 def model_end(model: PreTrainedModel, tokens: Sequence[int]) -> PreTrainedModel:
     """The model's final norm and its head for `tokens`, in float32, as a model without embedding and layers."""
     end, decoder = shallow_copy(model), shallow_copy(model.model)
@@ -72,12 +110,13 @@ def model_end(model: PreTrainedModel, tokens: Sequence[int]) -> PreTrainedModel:
     return end
 
 
-HeadNetwork = LmHead | AffineHead
+HeadNetwork = LmHead | AffineHead | GatedHead
+_NETWORKS: dict[str, type[HeadNetwork]] = {LM_HEAD: LmHead, AFFINE: AffineHead, GATED: GatedHead}
 
 
 def new_head(kind: str, model: PreTrainedModel) -> HeadNetwork:
-    """An untrained head of one of `KINDS`, equal to the shared head; its parameters are trained."""
-    return LmHead(model) if kind == LM_HEAD else AffineHead(model)
+    """An untrained head of one of `KINDS`, which names what the shared head does; its parameters are trained."""
+    return _NETWORKS[kind](model)
 
 
 @dataclass(frozen=True)
@@ -88,6 +127,7 @@ class HeadInfo(PartInfo):
     NOUN: ClassVar[str] = "head"
     COMMAND: ClassVar[str] = "ppd train exit-head"
     INSTEAD: ClassVar[str] = "'shared' or "
+    STORED: ClassVar[torch.dtype] = torch.bfloat16
 
     kind: str
     """One of `KINDS`."""

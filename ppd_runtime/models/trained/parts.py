@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.models.checkpoint.description import ModelInfo
@@ -29,6 +30,8 @@ class PartInfo:
     """What writes such a folder."""
     INSTEAD: ClassVar[str] = ""
     """What else can be given."""
+    STORED: ClassVar[torch.dtype] = torch.float32
+    """The type of its numbers in the file."""
 
     folder: Path
     model: str
@@ -74,7 +77,14 @@ class PartInfo:
 
     def tensors(self) -> dict[str, Tensor]:
         """Its numbers by name, float32."""
-        return load_file(self.folder / self.tensors_name())
+        return {name: tensor.float() for name, tensor in load_file(self.folder / self.tensors_name()).items()}
+
+    @classmethod
+    @torch.no_grad()
+    def round_as_stored(cls, network: nn.Module) -> None:
+        """Give a network's parameters the values that they have after saving and loading."""
+        for parameter in network.parameters():
+            parameter.copy_(parameter.to(cls.STORED))
 
     @property
     def _was_trained(self) -> str:
@@ -89,14 +99,14 @@ def save_part(folder: Path, tensors: Mapping[str, Tensor], known: P, training: M
 
     Args:
         folder: must not exist yet, or be empty.
-        tensors: what to save, kept in float32.
+        tensors: what to save.
         known: what it was trained for; folder and hash are filled in.
         training: JSON values for the card, read by people.
 
     Raises:
         ValueError: if the folder cannot be written.
     """
-    content = save({name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()})
+    content = save({name: tensor.detach().to("cpu", known.STORED).contiguous() for name, tensor in tensors.items()})
     info = replace(known, folder=folder, weights_sha256=hashlib.sha256(content).hexdigest())
     card = {"format": _FORMAT, **asdict(info), "training": training}
     del card["folder"]

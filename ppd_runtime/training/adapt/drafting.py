@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.slicing import FinalHead
-from ppd_runtime.models.trained.drafter import DrafterNetwork, normed, rotary_table
-from ppd_runtime.models.trained.heads import model_end
+from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, rotary_table
+from ppd_runtime.models.trained.heads import model_end, normed
 from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
 from ppd_runtime.training.adapt.timed import TimedTraining, bfloat16_products
@@ -74,7 +74,11 @@ class DrafterTraining(TimedTraining):
 
     def begin(self) -> None:
         """Implements `Training.begin`."""
-        fit_affine(self.learner.mix, map(self._pairs, _parts(self._texts)))
+        fit_affine(self.learner.mix, self.in_time(map(self._pairs, _parts(self._texts))))
+
+    def end(self) -> None:
+        """Implements `TimedTraining.end`."""
+        DrafterInfo.round_as_stored(self.learner)
 
     def add_gradients(self, step: int) -> float:
         """Add the gradients of some texts' losses; gives the mean loss of the drafter's steps."""

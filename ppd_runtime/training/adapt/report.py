@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.cost_model.staged import speedup_bound
+from ppd_runtime.training.adapt.head_choice import HeadChoice
 from ppd_runtime.training.adapt.heads import OUTSIDE
 from ppd_runtime.tune.match_rates import places_among_best
 
@@ -54,6 +55,7 @@ class AdaptReport:
     held_out: dict[str, int]
     """Held-out tokens by kind."""
     shortlist: int
+    heads: tuple[HeadChoice, ...]
     covered: float
     """Share of the held-out tokens that the shortlist has; others count as wrong."""
     layers: tuple[LayerReport, ...]

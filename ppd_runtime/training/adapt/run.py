@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from ppd_runtime.launch.worker_specs import USUAL_SHORTLIST
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
-from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
+from ppd_runtime.models.trained.heads import HeadInfo, model_end, save_head
 from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.training.adapt.answers import Answering, Text
@@ -130,6 +131,8 @@ class _Adaptation:
         end = model_end(model, tokens)
         training = HeadsTraining(end, kept, self._layers, labels, learnt, self._folder, self._about)
         training.run(self._clock, _TRAINED_BEFORE_DRAFTER if self._settings.drafter else _TRAINED, self._tell)
+        numbers = weight_bytes(info, 0, info.num_layers, torch.float32) // torch.float32.itemsize
+        training.choose(torch.nonzero(held_out)[:, 0], numbers)
         drafter = self._train_drafter(kept, texts, labels, tokens) if self._settings.drafter else None
         self._tell("comparing on held-out tokens")
         report = self._report(shown, kept, training, end, labels, held_out)
@@ -228,6 +231,7 @@ class _Adaptation:
             held_out=dict(Counter(kinds)),
             shortlist=end.lm_head.out_features,
             covered=covered(wanted),
+            heads=tuple(training.choices.values()),
             layers=tuple(LayerReport(one, shares(before[one], kinds), shares(after[one], kinds)) for one in states),
             stages=tuple(stages_report(cuts, before, after) for cuts in self._layouts),
         )
@@ -242,8 +246,9 @@ class _Adaptation:
             shutil.copy(self._folder / COUNTS, folder / COUNTS)
             (folder / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
             for layer in report.layers:
-                head = HeadInfo(**self._known(folder, layer.layer), kind=AFFINE)
-                held_out = {"held_out": layer.after}
+                choice = training.choices[layer.layer]
+                head = HeadInfo(**self._known(folder, layer.layer), kind=choice.kind)
+                held_out = {"held_out": layer.after, "tried": asdict(choice)["tried"]}
                 save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
             if drafter:
                 about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))

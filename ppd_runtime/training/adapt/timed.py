@@ -1,8 +1,8 @@
 """A training that takes the time that it is given, and goes on where a stopped one ended."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ppd_runtime.training.loop import Training
 
 _WARMUP = 20
 _LEAST_STEPS = 10
+_CLOSED_FORMS = 0.25
+"""The share of a training's time in which its closed forms end."""
+T = TypeVar("T")
 
 
 def bfloat16_products(device: torch.device) -> torch.autocast:
@@ -63,6 +66,21 @@ class TimedTraining(Training):
             progress(f"{self._name}: step {step}, loss {loss:.3f}, at most {in_words(clock.left(share))}")
 
         self.take_steps(self._checkpoint, tell)
+        self.end()
+
+    def end(self) -> None:
+        """After the last step of all, and again if a later run finds them taken."""
+
+    def in_time(self, parts: Iterable[T], share: float = 1.0) -> Iterator[T]:
+        """Parts of what a closed form reads, until `share` of the time for closed forms is over; the first always.
+
+        The time counts from the first run's begin: a later run does not get it again.
+        """
+        end = self._began + share * _CLOSED_FORMS * (self._share * self._clock.seconds - self._began)
+        for part in parts:
+            yield part
+            if self._clock.spent >= end:
+                return
 
     def goes_on(self) -> bool:
         """Whether there are steps left, and time or too few steps taken."""
