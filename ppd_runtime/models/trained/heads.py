@@ -82,6 +82,8 @@ class GatedHead(nn.Module):
         self.down = nn.Linear(inner, size, bias=False, device=device)
         for starts_at_zero in (self.step.weight, self.step.bias, self.down.weight):
             nn.init.zeros_(starts_at_zero)
+        generator = torch.Generator(device).manual_seed(0)  # so that each training begins alike
+        nn.init.uniform_(self.gate_up.weight, -(size**-0.5), size**-0.5, generator=generator)
         self.final = FinalHead(model)
 
     def states(self, hidden: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, 
 from ppd_runtime.training.run import alone
 from ppd_runtime.tune.match_rates import cpu_threads, places_among_best
 
-_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.27, 0.55, 0.65, 0.95
+_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.21, 0.53, 0.65, 0.95
 """Shares of the time at which each step is over at the latest; the last ones are the report's."""
 REPORT = "report.json"
 
