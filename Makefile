@@ -8,7 +8,7 @@ ROOMS := $(sort $(dir $(wildcard tests/*/test_*.py)))
 TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/families/,$(ROOMS))  # the long files first, short ones fill up
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
-.PHONY: demo test smoke check unit processes bench docs figures clean nightly nightly-tests nightly-faults nightly-endings \
+.PHONY: demo test smoke check unit processes bench docs figures parts clean nightly nightly-tests nightly-faults nightly-endings \
   nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 demo: .venv/demo.stamp
@@ -75,6 +75,11 @@ docs: .venv/test.stamp
 figures: .venv/test.stamp
 	$(BIN)/python docs/token_clock.py docs/token_clock.svg
 	$(BIN)/python docs/timeline.py docs/timeline.png
+
+parts: .venv/test.stamp  # SmolLM2's heads and drafter, which ship with the package: 20 minutes
+	rm -rf build/parts
+	$(BIN)/ppd adapt smollm2 --minutes 20 --out build/parts
+	$(BIN)/python -m tools.ship_parts build/parts
 
 .venv/pip.stamp:
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 10) else f'Python 3.10 or newer is needed, this is {sys.version.split()[0]}; choose one with make PYTHON=...')"

@@ -11,6 +11,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
+from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, save_drafter
 from ppd_runtime.models.trained.heads import HeadInfo, HeadNetwork, new_head, save_head
 
 Change = Callable[[HeadNetwork], object]
@@ -42,6 +43,16 @@ def make_head(folder: Path, model: Path, kind: str, exit_layer: int, change: Cha
         weights_sha256="",
     )
     return save_head(folder, head, known, {})
+
+
+def make_drafter(folder: Path, model: str) -> None:
+    """A drafter with random weights, whose layer does something."""
+    torch.manual_seed(0)
+    network, info = DrafterNetwork(32), describe(model)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    about = DrafterInfo(folder, info.name, model_fingerprint(info), 0, 32, 300, "", tuple(range(5, 105)))
+    save_drafter(folder, network, about, {})
 
 
 def make_adapter(folder: Path, model: Path, exit_layer: int) -> AdapterInfo:

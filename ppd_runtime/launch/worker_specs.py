@@ -34,8 +34,8 @@ Heads = dict[int, HeadInfo] | OracleHead
 
 
 def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
-    """The exit heads that the settings name, or those that are kept for the model's stages; ValueError if they are not
-    for this model.
+    """The exit heads that the settings name, of several those for the stages' cuts, or those that are kept for them;
+    ValueError if they are not for this model.
     """
     exit_head = config.exit_head
     if exit_head is None:
@@ -48,7 +48,9 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
     if not isinstance(exit_head, str):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
     if config.stages:
-        return describe_heads(exit_head, info)
+        found = describe_heads(exit_head, info)
+        cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
+        return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else found
     head = describe_head(exit_head, info)
     return {head.exit_layer: head}
 

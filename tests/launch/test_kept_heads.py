@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from heads_for_tests import make_head
+from heads_for_tests import make_drafter, make_head
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
-from ppd_runtime.models.trained.drafter import DrafterInfo, DrafterNetwork, save_drafter
+from ppd_runtime.models.trained import kept_heads
 from ppd_runtime.models.trained.heads import AFFINE, HeadInfo
-from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
+from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, folder_name, kept_heads_folder
 
 ModelFolder = Callable[..., Path]
 
@@ -61,6 +59,33 @@ def test_their_borders_are_the_heads_layers_and_guesses_are_among_their_tokens(m
         assert {spec.guess_tokens for spec in runtime._specs} == {(), (0, 7, 299)}
 
 
+def test_shipped_heads_are_found_where_none_are_kept(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped, info = tmp_path / "shipped", describe(model)
+    monkeypatch.setattr(kept_heads, "SHIPPED", shipped)
+    (shipped / folder_name(info)).mkdir(parents=True)
+    make_head(shipped / folder_name(info) / "layer-3", Path(model), AFFINE, 3)
+    make_drafter(shipped / folder_name(info) / DRAFTER, model)
+    cuts = {"stages": 2, "cuts": (3,), "guess_vocab": 100}
+    assert layers_of(model, **cuts) == []
+    kept_heads_folder(info).rename(tmp_path / "elsewhere")
+    assert layers_of(model, **cuts) == layers_of(model, **cuts, weights="int8") == [3]
+    with PPDRuntime(model, stages=1) as runtime:
+        assert runtime._specs[0].drafter.folder.is_relative_to(shipped)
+    (tmp_path / "ppd_runtime" / "heads").rmdir()
+    assert layers_of(model, **cuts) == [3]
+
+
+def test_stages_take_the_heads_of_their_cuts_from_a_folder_of_several(model: str) -> None:
+    folder = kept_heads_folder(describe(model))
+    assert layers_of(model, stages=2, exit_head=folder) == [2]
+    assert layers_of(model, stages=2, cuts=(1,), exit_head=folder) == [1]
+    assert layers_of(model, stages=3, exit_head=folder) == [1, 2]
+    with pytest.raises(ValueError, match="was trained for layer 1, behind which there is no boundary"):
+        layers_of(model, stages=2, cuts=(3,), exit_head=folder)
+
+
 def test_other_weights_have_other_heads(model: str, model_folder: ModelFolder) -> None:
     assert layers_of(str(model_folder("llama", num_layers=4, seed=1)), stages=2) == []
 
@@ -72,16 +97,6 @@ def test_damaged_heads_are_left_aside_with_a_line(model: str, caplog: pytest.Log
     assert layers_of(model, stages=2) == []
     (line,) = caplog.messages
     assert line.startswith("the model's own heads guess, for the kept ones cannot be used: exit_head=")
-
-
-def make_drafter(folder: Path, model: str) -> None:
-    """A drafter with random weights, whose layer does something."""
-    torch.manual_seed(0)
-    network, info = DrafterNetwork(32), describe(model)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    about = DrafterInfo(folder, info.name, model_fingerprint(info), 0, 32, 300, "", tuple(range(5, 105)))
-    save_drafter(folder, network, about, {})
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])

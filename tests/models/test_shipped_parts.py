@@ -1,15 +1,21 @@
-"""The adapter and the probe that the demo model brings along."""
+"""The adapter and the probe that the demo model brings along; heads and drafter that ship for SmolLM2."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+from smollm2 import needs_smollm2
 
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.packages import SMOLLM2, packaged_file
 from ppd_runtime.models.trained.adapter import AdapterInfo
+from ppd_runtime.models.trained.kept_heads import SHIPPED, folder_name, kept_drafter, kept_heads
 from ppd_runtime.models.trained.parts import PartInfo, describe_part
 from ppd_runtime.models.trained.probe import ProbeInfo
+from tools import ship_parts
 
 DEMO = describe("demo")
 PROMPTS = ("import os\n", "class Stack:\n    def push(self, item):\n", "def main(argv):\n    parser = ")
@@ -57,3 +63,29 @@ def test_tokens_are_ordinary_decodings(method: str, settings: dict[str, object])
         assert result.token_ids == expected.token_ids
         accepted += result.stats.hits
     assert accepted > 3 * 20 / 4
+
+
+@needs_smollm2
+def test_a_packaged_model_has_the_same_fingerprint_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = folder_name(describe(SMOLLM2))
+    shutil.copy(packaged_file(SMOLLM2), tmp_path / "another.gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert folder_name(describe(str(tmp_path / "another.gguf"))) == expected
+
+
+@needs_smollm2
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason="no parts are shipped yet")
+def test_smollm2_brings_heads_and_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make parts` makes them again if this model's fingerprint is another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    info, drafter = describe(SMOLLM2), kept_drafter(describe(SMOLLM2))
+    folder = SHIPPED / folder_name(info)
+    assert drafter is not None
+    assert drafter.folder.parent == folder
+    assert kept_heads(info).keys() == {7, 15, 22}
+    assert [place for place in SHIPPED.iterdir() if place != folder] == []
+    assert sum(path.stat().st_size for path in folder.rglob("*")) <= ship_parts.MOST_BYTES
+    report = json.loads((folder / ship_parts.REPORT).read_text())
+    assert (folder / ship_parts.CARD).read_text() == ship_parts.card(report)

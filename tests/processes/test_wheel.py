@@ -23,7 +23,10 @@ def test_wheel_holds_the_demo_model_and_runs_elsewhere(tmp_path):
         assert (demo / name).read_bytes() == (ROOT / "ppd_runtime" / "models" / "demo" / name).read_bytes()
     for name in ("py.typed", "tune/prompts/demo.jsonl", "models/native/layers.cpp", "models/native/vectors.h"):
         assert (elsewhere / "ppd_runtime" / name).exists(), name
-    assert wheel.stat().st_size < 25 * 2**20
+    adapted = ROOT / "ppd_runtime" / "models" / "adapted"
+    for path in filter(Path.is_file, adapted.rglob("*")):
+        assert (elsewhere / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    assert wheel.stat().st_size < 40 * 2**20
 
     code = (
         "import ppd_runtime, sys; sys.stderr.write(ppd_runtime.__file__); from ppd_runtime.cli.main import app; app()"

@@ -1,6 +1,7 @@
-"""Where `ppd adapt` keeps a model's heads, so that everything that opens the model finds them."""
+"""A model's heads, found by its fingerprint: those that `ppd adapt` has kept, else those that ship with the package."""
 
 import logging
+from importlib import resources
 from pathlib import Path
 
 from ppd_runtime.files.cache_folder import cache_folder
@@ -17,6 +18,10 @@ COUNTS = "guess_counts.json"
 """The file beside the heads' folders of how often each token occurs, by which their shortlist was chosen."""
 
 
+SHIPPED = Path(str(resources.files("ppd_runtime.models") / "adapted"))
+"""Holds the folders that ship, named as the kept ones are."""
+
+
 def kept_heads_folder(info: ModelInfo) -> Path:
     """The folder for a model's heads in the cache folder, which may not be there yet; its parent is made.
 
@@ -25,13 +30,18 @@ def kept_heads_folder(info: ModelInfo) -> Path:
     """
     heads = cache_folder() / "heads"
     heads.mkdir(mode=0o700, exist_ok=True)
-    return heads / _name(fingerprints(info)[0], info.weights_name)
+    return heads / folder_name(info)
+
+
+def folder_name(info: ModelInfo) -> str:
+    """The name of the folder for a model's heads, the same on every machine."""
+    return _name(fingerprints(info)[0], info.weights_name)
 
 
 def kept_heads(info: ModelInfo) -> dict[int, HeadInfo]:
     """The kept heads by their layers: those for the model's own format, else those for the floats that it was made of.
 
-    None without such a folder; one that is damaged is left aside, with a warning.
+    The shipped ones where none are kept; none without such a folder; one that is damaged is left aside, with a warning.
     """
     try:
         return describe_heads(folder, info) if (folder := _found_folder(info)) else {}
@@ -51,9 +61,12 @@ def kept_drafter(info: ModelInfo) -> DrafterInfo | None:
 
 
 def _found_folder(info: ModelInfo) -> Path | None:
-    places = cache_folder() / "heads"
-    names = (_name(one, weights) for weights in (info.weights_name, FLOATS) for one in fingerprints(info))
-    return next((places / name for name in names if (places / name).is_dir()), None) if places.is_dir() else None
+    formats = dict.fromkeys((info.weights_name, FLOATS))
+    places = [cache_folder() / "heads", SHIPPED]
+    places = [place for place in places if any(any(place.glob(f"*-{weights}")) for weights in formats)]
+    prints = fingerprints(info) if places else ()  # reads a sample of all weights
+    found = (place / _name(one, weights) for place in places for weights in formats for one in prints)
+    return next(filter(Path.is_dir, found), None)
 
 
 def _name(fingerprint: str, weights: str) -> str:
