@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,13 +17,13 @@ from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.settings.fields import summary
 
 if TYPE_CHECKING:
-    from ppd_runtime.training.adapt.report import AdaptReport
+    from ppd_runtime.training.adapt.report import AdaptReport, Comparison
 
 
 @takes(place=options.IN_PROCESS)
 def adapt(
     model: Annotated[str, typer.Argument(help=summary(RuntimeConfig, "model"))],
-    minutes: Annotated[float, typer.Option(help="Time for all steps, without loading the model.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Time for all steps but loading and measuring layouts.")] = 20.0,
     prompts: Annotated[
         str | None, typer.Option(help='A JSON Lines file with a "prompt" in each line; default: the package\'s own.')
     ] = None,
@@ -41,8 +42,9 @@ def adapt(
 ) -> None:
     """Train heads for a model's stages and a drafter on its own answers; report what they gain on held-out prompts.
 
-    The model answers prompts, its hidden states are kept on disk, and all parts learn from them. A run that
-    was stopped goes on with the same command. Texts stay the same to the token: these parts only guess.
+    The model answers prompts, its hidden states are kept on disk, and all parts learn from them. With 5 minutes
+    or more, the layouts that fit this machine are measured with the parts. A run that was stopped goes on with
+    the same command. Texts stay the same to the token: these parts only guess.
     """
     with one_line_errors(adapt):
         from ppd_runtime.training.adapt.run import adapt as run
@@ -70,29 +72,44 @@ def adapt(
 
 
 def _print(report: "AdaptReport") -> None:
+    took = f"{report.texts} texts, {report.places} tokens, {report.steps} steps, {report.minutes:.1f} min"
+    print(f"heads and drafter of {report.model}: {took}")
+    shares = f"{report.greedy.covered:.3f}, at temperature 1 {report.sampled.covered:.3f}"
+    print(f"named on {sum(report.held_out.values())} held-out tokens; the shortlist has {shares}\n\ngreedy\n")
+    _print_comparison(report.greedy, report.held_out)
+    print("\nat temperature 1, ranked with the shared noise\n")
+    _print_comparison(report.sampled, report.held_out)
+    _print_plan(report.plan)
+    print(f"\nthey are in {report.folder}: {', '.join(f'layer {one.layer} {one.kind}' for one in report.heads)}")
+
+
+def _print_plan(plan: dict[str, Any]) -> None:
+    from ppd_runtime.tune.tables import plain_table
+
+    if "rows" in plan:
+        print(f"\n{plan['title']}\n", plain_table(plan["heads"], plan["rows"]), sep="\n")
+    print("", *plan.get("cautions", ()), plan["verdict"], sep="\n")
+
+
+def _print_comparison(found: "Comparison", kinds: Iterable[str]) -> None:
     from ppd_runtime.training.adapt.report import ALL, KS
     from ppd_runtime.tune.tables import plain_table
 
-    took = f"{report.texts} texts, {report.places} tokens, {report.steps} steps, {report.minutes:.1f} min"
-    print(f"heads and drafter of {report.model}: {took}")
-    print(
-        f"named on {sum(report.held_out.values())} held-out tokens, of which the shortlist has {report.covered:.3f}\n"
-    )
     rows = [
         [layer.layer, kind, *(f"{layer.before[kind][k]:.2f} → {layer.after[kind][k]:.2f}" for k in KS)]
-        for layer in report.layers
-        for kind in (ALL, *report.held_out)
+        for layer in found.layers
+        for kind in (ALL, *kinds)
     ]
     rows += [
         [f"drafter, token {number}", kind, *(f"{own[kind][k]:.2f}" for k in KS)]
-        for number, own in enumerate(report.drafter, 1)
-        for kind in (ALL, *report.held_out)
+        for number, own in enumerate(found.drafter, 1)
+        for kind in (ALL, *kinds)
+        if kind in own
     ]
     print(plain_table(["layer", "kind", *(f"k={k}" for k in KS)], rows))
     bounds = [
         [len(row.cuts) + 1, ",".join(map(str, row.cuts)), *(f"{row.before[k]:.2f} → {row.after[k]:.2f}" for k in KS)]
-        for row in report.stages
+        for row in found.stages
     ]
     print("\nspeed-up at most, if layers alone took time\n")
     print(plain_table(["stages", "cuts", *(f"k={k}" for k in KS)], bounds))
-    print(f"\nthey are in {report.folder}: {', '.join(f'layer {one.layer} {one.kind}' for one in report.heads)}")

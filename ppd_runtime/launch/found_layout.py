@@ -74,15 +74,28 @@ def _known(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any] | None:
         return None
 
 
-def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dict[str, Any]:
-    progress("measuring which layout is the fastest here")
+def measured_layouts(config: RuntimeConfig, progress: Progress, parts: str | None = None) -> dict[str, Any]:
+    """Measure the layouts that fit this machine, in a process of its own.
+
+    Args:
+        config: of which the settings in `ASKED` count.
+        progress: is told what is being measured.
+        parts: a folder of `ppd adapt` for stages; None: those that they find.
+
+    Returns:
+        the finding, `found`, and the whole `plan` as JSON values.
+
+    Raises:
+        RuntimeError: if measuring fails.
+    """
     command, pipe = child_command(_CHILD), subprocess.PIPE
     answer: dict[str, Any] = {}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=child_environment()) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(json.dumps({name: getattr(config, name) for name in ASKED} | {"seconds": SECONDS}))
+            asked = {name: getattr(config, name) for name in ASKED}
+            child.stdin.write(json.dumps({**asked, "seconds": SECONDS, "parts": parts}))
             child.stdin.close()
             for line in child.stdout:
                 answer = json.loads(line)
@@ -93,8 +106,17 @@ def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dic
             raise
     if "found" not in answer:
         reason = answer.get("error", f"the process that measures ended with code {child.returncode}")
-        raise RuntimeError(f"layout='auto': {reason}; give the layout, such as stages=1")
-    for caution in answer["cautions"]:
+        raise RuntimeError(reason)
+    return answer
+
+
+def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dict[str, Any]:
+    progress("measuring which layout is the fastest here")
+    try:
+        answer = measured_layouts(config, progress)
+    except RuntimeError as error:
+        raise RuntimeError(f"layout='auto': {error}; give the layout, such as stages=1") from error
+    for caution in answer["plan"]["cautions"]:
         logger.warning("layout auto: %s", caution)
     keep(config, info, answer["found"])
     return answer["found"]

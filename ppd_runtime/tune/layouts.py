@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Any
 
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
+from ppd_runtime.models.trained.kept_heads import DRAFTER
 from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.settings.config import without_earlier_texts
 from ppd_runtime.tune.compare import Pair
@@ -33,7 +35,7 @@ class Layout:
     def command(self) -> str:
         """The options that ask `ppd generate` for it."""
         method = "" if self.settings.keys() & {"k", "stages"} else "--method autoregressive "
-        return method + " ".join(f"--{name} {value}" for name, value in self.settings.items())
+        return method + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,14 @@ def with_best_threads(layout: Layout, rows: Sequence["LayoutFigures"]) -> Layout
     threads = best.layout.settings["threads"] if best else layout.settings["threads"]
     name = "one stage" if threads == 1 else f"one stage, {threads} threads"
     return Layout(name, {"stages": 1, "threads": threads})
+
+
+def with_parts(layout: Layout, parts: str | None) -> Layout:
+    """Stages with the heads and the drafter in a folder of `ppd adapt`; any layout without one."""
+    if parts is None or "stages" not in layout.settings:
+        return layout
+    heads = {"exit_head": parts} if layout.processes > 1 else {}
+    return replace(layout, settings={**layout.settings, **heads, "drafter": str(Path(parts, DRAFTER))})
 
 
 @contextmanager

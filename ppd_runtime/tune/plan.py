@@ -9,7 +9,16 @@ import torch
 from ppd_runtime.launch.cpu_affinity import own_cores
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.settings.config import ALL_FORMATS
-from ppd_runtime.tune.layouts import HEADS, LayoutFigures, fitting, layout_rows, measured, opened, with_best_threads
+from ppd_runtime.tune.layouts import (
+    HEADS,
+    LayoutFigures,
+    fitting,
+    layout_rows,
+    measured,
+    opened,
+    with_best_threads,
+    with_parts,
+)
 from ppd_runtime.tune.machine_load import busy_note
 from ppd_runtime.tune.measured_on import machine
 from ppd_runtime.tune.subject import Subject
@@ -22,21 +31,25 @@ def plan_here(
     exit_head: str | None = None,
     drafter: str | None = None,
     progress: Progress = lambda line: None,
+    parts: str | None = None,
 ) -> Plan:
     """Run every layout that fits this machine in turn with ordinary decoding; one that cannot start is left out.
 
-    `exit_head` is the setting of layouts with several processes, `drafter` that of stages. Every text has all its
-    tokens: an end token would leave too few to time.
+    `exit_head` is the setting of layouts with several processes, `drafter` that of stages, `parts` a folder of
+    `ppd adapt` in place of both for stages. Every text has all its tokens: an end token would leave too few to time.
     """
     known = _conditions(subject, seconds) | {"exit_head": exit_head, "drafter": drafter}
     subject = replace(subject, params=replace(subject.params, ignore_eos=True))
     rows, left_out = list[LayoutFigures](), dict[str, str]()
     layouts = fitting(known["devices"], known["num_layers"], known["threads"], known["device"] == "cpu")
     for number, fits in enumerate(layouts, start=1):
-        layout = with_best_threads(fits, rows)
+        layout = with_parts(with_best_threads(fits, rows), parts)
         progress(f"measuring {layout.name} beside ordinary decoding, {number} of {len(layouts)}")
-        others: dict[str, Any] = {"launcher": "processes", "exit_head": exit_head} if layout.processes > 1 else {}
-        others |= {"drafter": drafter} if "stages" in layout.settings else {}
+        others: dict[str, Any] = {"launcher": "processes"} if layout.processes > 1 else {}
+        if others and exit_head is not None:
+            others["exit_head"] = exit_head
+        if "stages" in layout.settings and drafter is not None:
+            others["drafter"] = drafter
         try:
             with opened(layout, subject.ordinary, **others) as way:
                 rows.append(measured(layout, way, subject, seconds))

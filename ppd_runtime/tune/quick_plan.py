@@ -1,4 +1,4 @@
-"""A short plan for `layout="auto"`, as a program: settings on standard input, progress and the finding as JSON lines.
+"""A short plan, as a program: settings on standard input; progress, the finding and the plan as JSON lines.
 
 `python child_python.py ppd_runtime.tune.quick_plan`
 """
@@ -28,12 +28,13 @@ def main() -> None:
         told.write(json.dumps(answer) + "\n")
 
     try:
-        exit_head, seconds = asked.pop("exit_head"), asked.pop("seconds")
+        exit_head, seconds, parts = asked.pop("exit_head"), asked.pop("seconds"), asked.pop("parts")
         subject = _short(loaded(asked.pop("model"), SHIPPED, None, SamplingParams(_MOST_TOKENS), **asked))
-        plan = plan_here(subject, seconds, exit_head, progress=lambda line: tell(progress=line))
+        plan = plan_here(subject, seconds, exit_head, progress=lambda line: tell(progress=line), parts=parts)
         if not plan.rows:
             raise RuntimeError("; ".join([plan.verdict.text, *plan.cautions]))
-        tell(found=finding(plan), cautions=plan.cautions)
+        table = {"title": plan.title, "heads": plan.heads, "rows": plan.rows}
+        tell(found=finding(plan), plan={**plan.as_dict(), **table})
     except (ValueError, OSError, RuntimeError) as error:
         tell(error=" ".join(str(error).split()))
         sys.exit(1)

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from ppd_runtime.cli.adapt import _print_plan
 from ppd_runtime.cli.main import app
 from ppd_runtime.training.adapt import answers
+from ppd_runtime.tune.layouts import HEADS
+from ppd_runtime.tune.tables import plain_table
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +28,14 @@ def test_a_table_and_a_folder(model_folder, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     report = json.loads((out / "report.json").read_text())
     assert f"heads and drafter of {report['model']}: {report['texts']} texts" in shown.stdout
-    for layer in report["layers"]:
-        rates = "  ".join(f"{layer['before']['all'][k]:.2f} → {layer['after']['all'][k]:.2f}" for k in "135")
-        assert f"all  {rates}\n" in shown.stdout
-    assert f"they are in {out}" in shown.stdout
+    greedy, sampled = shown.stdout.split("\nat temperature 1, ranked with the shared noise\n")
+    for way, printed in (("greedy", greedy), ("sampled", sampled)):
+        for layer in report[way]["layers"]:
+            rates = "  ".join(f"{layer['before']['all'][k]:.2f} → {layer['after']['all'][k]:.2f}" for k in "135")
+            assert f"all  {rates}\n" in printed
+    covered = [f"{report[way]['covered']:.3f}" for way in ("greedy", "sampled")]
+    assert f"the shortlist has {covered[0]}, at temperature 1 {covered[1]}\n" in greedy
+    assert f"{report['plan']['verdict']}\n\nthey are in {out}" in sampled
     assert max(len(line) for line in shown.stdout.splitlines() if str(out.parent.parent) not in line) <= 80
 
 
@@ -58,3 +65,12 @@ def test_mistakes_get_one_line(model_folder, tmp_path: Path, arguments: str, nam
     assert shown.stderr.count("\n") == 1
     assert named in shown.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["ordinary decoding", 2.0, "1.00", "", "", ""], ["one stage", 1.5, "1.33 (1.30–1.40)", "1.40", "90%", True]]
+    plan = {"title": "a model: 5 s of each", "heads": HEADS, "rows": rows, "cautions": ["k=1 was left out: none"]}
+    _print_plan({**plan, "verdict": "one stage: 1.5 ms a token"})
+    assert capsys.readouterr().out == f"\na model: 5 s of each\n\n{plain_table(HEADS, rows)}\n\n" + (
+        "k=1 was left out: none\none stage: 1.5 ms a token\n"
+    )

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from commands import ppd
+from heads_for_tests import make_drafter, make_head
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import found_layout
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.heads import AFFINE
+from ppd_runtime.settings.config import RuntimeConfig
 
 pytestmark = pytest.mark.processes
 PROMPT = [5, 9, 200, 31]
@@ -50,6 +53,25 @@ def test_commands_take_it_and_a_plan_measures_again(cache: Path, model_folder: C
     assert shown.exit_code == 0, shown.stderr
     assert shown.stderr.startswith("layout auto: ")
     assert file.read_text() == before
+
+
+def test_stages_are_measured_with_the_parts_of_a_folder(
+    cache: Path, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, parts = model_folder("llama"), tmp_path / "parts"
+    parts.mkdir()
+    for layer in (1, 2, 3):
+        make_head(parts / f"layer-{layer}", folder, AFFINE, layer)
+    make_drafter(parts / "drafter", str(folder))
+    plan = found_layout.measured_layouts(RuntimeConfig(folder), lambda line: None, str(parts))["plan"]
+    drafts = {"drafter": str(parts / "drafter")}
+    expected = {"one stage": drafts, "2 stages": {"exit_head": str(parts), **drafts}, "k=1": {}}
+    found = {row["name"].partition(",")[0]: row["settings"] for row in plan["layouts"]}
+    for name in expected.keys() & found.keys():
+        assert {key: found[name][key] for key in found[name].keys() & {"drafter", "exit_head"}} == expected[name]
+    assert "one stage" in found
+    assert plan["left_out"] == {}
+    assert [row[0] for row in plan["rows"]] == ["ordinary decoding", *(row["name"] for row in plan["layouts"])]
 
 
 def test_a_measurement_that_fails_is_told(

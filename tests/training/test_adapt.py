@@ -10,25 +10,41 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams, adapt
+from ppd_runtime.launch.found_layout import with_found_layout
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
+from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import Drafter, describe_drafter, load_drafter
 from ppd_runtime.models.trained.heads import AFFINE, GATED, describe_heads, model_end
+from ppd_runtime.models.trained.kept_heads import kept_heads_folder
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt import answers, run
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
 from ppd_runtime.training.adapt.head_choice import HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
-from ppd_runtime.training.adapt.report import AdaptReport, stages_report
+from ppd_runtime.training.adapt.report import (
+    AFTER,
+    BEFORE,
+    GREEDY,
+    KS,
+    SAMPLED,
+    AdaptReport,
+    HeldOut,
+    stages_report,
+)
 from ppd_runtime.training.adapt.sources import Source, prompts_of, shipped_prompts, texts_of
 from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
-from ppd_runtime.training.adapt.work_folder import Clock, WorkFolder
+from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder
 from ppd_runtime.tune.prompt_files import read_prompts
+from tools import ship_parts
 
 ModelFolder = Callable[..., Path]
 WORDS = ("the quick brown fox", "a model writes", "one token after another", "the lazy dog waits", "layer by layer")
 LONG = 1000.0
+FOUND = {"settings": {"stages": 1, "threads_per_worker": 1}, "told": "one stage"}
 
 
 @pytest.fixture(autouse=True)
@@ -290,13 +306,20 @@ def test_a_drafter_beside_the_heads(folder: Path, prompts: Path, tmp_path: Path)
     out, info = tmp_path / "heads", describe(str(folder))
     report = adapt(str(folder), prompts=str(prompts), layers=(1, 2, 3), drafter=True, minutes=0.05, out=out)
     check(report, out, str(folder), [1, 2, 3])
-    assert len(report.drafter) == 3
+    assert len(report.greedy.drafter) == len(report.sampled.drafter) == 3
     found = describe_drafter(out / "drafter", info)
     assert len(found.tokens) == 300
     drafter = load_drafter(found, load_layers(info, 4, torch.float32, "cpu"))
     drafter.begin(4)
     drafter.follow([5], torch.zeros(1, 1, 32))
     assert drafter.draft([[], [6]]).shape == (2, 300)
+    shipped = ship_parts.ship(out, info, tmp_path / "shipped")
+    assert sorted(describe_heads(shipped, info)) == [1, 2, 3]
+    about = json.loads((shipped / "report.json").read_text())
+    assert not about.keys() & {"folder", "plan"}
+    rates = [found["drafter"][0]["all"][k] for found in (about["greedy"], about["sampled"]) for k in "135"]
+    row = " | ".join(["the drafter's token 1", *(f"{rate:.3f}" for rate in rates)])
+    assert f"| {row} |" in (shipped / "README.md").read_text()
 
 
 def test_the_bound_is_stages_over_stage_times() -> None:
@@ -308,14 +331,50 @@ def test_the_bound_is_stages_over_stage_times() -> None:
     assert found.after[5] == pytest.approx(3 / (0.75 * 1 + 0.25 * 3))
 
 
+def test_guesses_are_compared_with_the_choices_of_the_runtimes_sampler(
+    ordinary: OrdinaryDecoding, tmp_path: Path
+) -> None:
+    """Greedy and sampled, as a stage ranks them: with the noise of the token's position."""
+    texts, tokens, model = random_texts(4, 20), tuple(range(0, 300, 2)), ordinary.stage.model
+    kept = keep(tmp_path / "states", ordinary, texts, (2, 4))
+    labels, end = labels_of(kept.choices(), tokens, 300), model_end(model, tokens)
+    found, hits, covers = HeldOut(model, tokens), Counter[tuple[str, int]](), Counter[str]()
+    for text, of_text in zip(texts, kept.texts(), strict=True):
+        rows = slice(of_text.places.start, of_text.places.stop)
+        with torch.no_grad():
+            guessed = FinalHead(end)(kept.states(2)[rows].float()[None])[0]
+            logits = ordinary.stage.head(kept.states(4)[rows].float()[None])[0]
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=text.source))
+        guesses = [((BEFORE, 2), guessed), ((AFTER, 2), guessed[1:])]
+        found.add("of one kind", sampler, text.first, labels[rows], kept.states(4)[rows], guesses)
+        for place, (row, full) in enumerate(zip(guessed, logits, strict=True)):
+            history = list(text.token_ids[: text.first + place])
+            everywhere = torch.full((300,), -torch.inf).index_put((torch.tensor(tokens),), row)
+            for way, chooser in ((GREEDY, Sampler(SamplingParams(temperature=0.0))), (SAMPLED, sampler)):
+                chosen = kept.choices()[rows][place].item() if way == GREEDY else chooser.choose(full, history)
+                covers[way] += chosen in tokens
+                for k in KS:
+                    hits[way, k] += chosen in chooser.rank(everywhere, history, k)
+    for way in (GREEDY, SAMPLED):
+        comparison = found.comparison(way, [(2,)])
+        (layer,) = comparison.layers
+        assert layer.before["all"] == layer.before["of one kind"]
+        assert layer.before["all"] == pytest.approx({k: hits[way, k] / kept.num_places for k in KS})
+        assert comparison.covered == pytest.approx(covers[way] / kept.num_places)
+        assert comparison.stages[0].before.keys() == set(KS)
+    assert hits[GREEDY, 1] != hits[SAMPLED, 1]
+
+
 def check(report: AdaptReport, out: Path, model: str, layers: list[int]) -> None:
     heads = describe_heads(out, describe(model))
-    assert sorted(heads) == layers == [layer.layer for layer in report.layers]
+    assert sorted(heads) == layers == [layer.layer for layer in report.greedy.layers]
     assert {layer: head.kind for layer, head in heads.items()} == {one.layer: one.kind for one in report.heads}
     assert all({*one.tried} == {AFFINE, GATED} for one in report.heads)
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report.as_dict()))
     assert sum(report.held_out.values()) > 0
-    assert all(bound >= 1 for stages in report.stages for bound in stages.after.values())
+    for found in (report.greedy, report.sampled):
+        assert [one.layer for one in found.layers] == layers
+        assert all(bound >= 1 for stages in found.stages for bound in stages.after.values())
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
@@ -344,6 +403,58 @@ def test_without_a_folder_stages_find_the_heads(
     assert [path.name for path in Path(report.folder).parent.iterdir()] == [Path(report.folder).name]
     with PPDRuntime(str(folder), stages=2, transport="local") as runtime:
         assert [head.exit_layer for spec in runtime._specs if (head := spec.exit_head) != "shared"] == [2]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_layouts_are_measured_with_the_parts(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    asked, told = [], list[str]()
+
+    def measure(config: RuntimeConfig, progress: Progress, parts: str | None) -> dict[str, object]:
+        progress("measuring one stage")
+        asked.append(parts)
+        assert (Path(parts or report_folder) / "drafter").is_dir()
+        return {"found": FOUND, "plan": {"rows": [["one stage", 1.0]], "verdict": "one stage"}}
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "_LEAST_MINUTES", 0.05)
+    monkeypatch.setattr(run, "measured_layouts", measure)
+    info, out = describe(str(folder)), tmp_path / "heads" if given else None
+    report_folder = out or kept_heads_folder(info)
+    report = adapt(
+        str(folder),
+        prompts=str(prompts),
+        layers=(2,),
+        minutes=0.05,
+        out=out,
+        progress=told.append,
+        place={"threads": 1},
+    )
+    assert asked == [out and str(out)]
+    assert "after the minutes, with the parts: measuring one stage" in told
+    check(report, report_folder, str(folder), [2])
+    assert report.plan["verdict"] == "one stage"
+    kept = list((tmp_path / "ppd_runtime").glob("layout-*.json"))
+    assert [json.loads(path.read_text())["found"] for path in kept] == [FOUND] * (not given)
+    if not given:
+        assert with_found_layout(RuntimeConfig(str(folder), layout="auto"), told.append)[0].stages == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("the reason"), ": the reason"), (KeyboardInterrupt(), " to the end")]
+)
+def test_parts_whose_layouts_cannot_be_measured_are_whole(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run, "_LEAST_MINUTES", 0.05)
+    monkeypatch.setattr(run, "measured_layouts", fail)
+    report = adapt(str(folder), prompts=str(prompts), layers=(2,), minutes=0.05, out=tmp_path / "heads")
+    check(report, tmp_path / "heads", str(folder), [2])
+    assert report.plan == {"verdict": f"layouts were not measured{told}"}
 
 
 def stopping(after: int) -> Iterator[Callable[[str], None]]:
@@ -389,7 +500,7 @@ def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = adapt(str(folder), texts=str(tmp_path / "texts.jsonl"), minutes=0.05, out=tmp_path / "heads")
     check(report, tmp_path / "heads", str(folder), [1, 2, 3])
-    assert [stages.cuts for stages in report.stages] == [(2,), (1, 2, 3)]
+    assert [stages.cuts for stages in report.greedy.stages] == [(2,), (1, 2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.files.atomic import atomic_file
 from ppd_runtime.host import available_cores
+from ppd_runtime.launch.found_layout import ASKED, keep, measured_layouts
 from ppd_runtime.launch.worker_specs import USUAL_SHORTLIST
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
-from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
@@ -24,28 +25,33 @@ from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
 from ppd_runtime.models.trained.heads import HeadInfo, model_end, save_head
 from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, drafted
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import (
-    KS,
+    AFTER,
+    BEFORE,
+    DRAFTER_STEP,
+    GREEDY,
+    SAMPLED,
     AdaptReport,
-    LayerReport,
-    Shares,
-    covered,
-    ranks,
-    shares,
-    stages_report,
+    Guesser,
+    HeldOut,
 )
 from ppd_runtime.training.adapt.settings import AdaptSettings
 from ppd_runtime.training.adapt.sources import prompts_of, sha256, texts_of
-from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
+from ppd_runtime.training.adapt.states import KeptStates, KeptText, Reader, read_all, room
 from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, write_json
 from ppd_runtime.training.run import alone
-from ppd_runtime.tune.match_rates import cpu_threads, places_among_best
+from ppd_runtime.tune.match_rates import cpu_threads
 
 _ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.21, 0.53, 0.65, 0.95
 """Shares of the time at which each step is over at the latest; the last ones are the report's."""
+_LEAST_MINUTES = 5.0
+"""With which layouts are measured in the end, in a minute or two of their own."""
 REPORT = "report.json"
 
 
@@ -83,12 +89,40 @@ def adapt(
         if chosen.out is None:
             shutil.rmtree(kept, ignore_errors=True)
             out.rename(kept)
+        config = RuntimeConfig(model, **{name: value for name, value in place.items() if name in ASKED})
+        report = replace(report, plan=_planned(config, ordinary.info, chosen, progress))
+        _write_report(Path(report.folder), report)
     return report
+
+
+def _planned(config: RuntimeConfig, info: ModelInfo, settings: AdaptSettings, progress: Progress) -> dict[str, Any]:
+    """What layouts take with the parts, which `layout="auto"` knows from then on where it finds these parts."""
+    if settings.minutes < _LEAST_MINUTES:
+        return {"verdict": "layouts were not measured in so short a time; `ppd plan` does it"}
+    folder = None if settings.out is None else str(settings.out)
+    try:
+        told = "after the minutes, with the parts: {}".format
+        answer = measured_layouts(config, lambda line: progress(line and told(line)), folder)
+    except RuntimeError as error:
+        return {"verdict": f"layouts were not measured: {error}"}
+    except KeyboardInterrupt:  # the parts are whole: no later run would go on
+        return {"verdict": "layouts were not measured to the end"}
+    if folder is None:
+        keep(config, info, answer["found"])
+    return answer["plan"]
+
+
+def _write_report(folder: Path, report: AdaptReport) -> None:
+    (folder / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def unfinished(out: Path) -> Path:
     """The folder in which an adaptation for `out` keeps what is done."""
     return out.with_name(out.name + ".unfinished")
+
+
+_Guesses = Callable[[Text, KeptText], Iterator[tuple[Guesser, Tensor]]]
+"""Logits `[rows, shortlist]` of a text's last places, by guesser."""
 
 
 class _Adaptation:
@@ -135,9 +169,8 @@ class _Adaptation:
         training.choose(torch.nonzero(held_out)[:, 0], numbers)
         drafter = self._train_drafter(kept, texts, labels, tokens) if self._settings.drafter else None
         self._tell("comparing on held-out tokens")
-        report = self._report(shown, kept, training, end, labels, held_out)
-        if drafter:
-            report = replace(report, drafter=self._drafter_shares(drafter, kept, texts, labels))
+        guesses = _guesses(kept, end, training, drafter)
+        report = self._report(shown, kept, training, self._compared(kept, texts, labels, tokens, guesses))
         self._write(report, training, drafter, tokens)
         shutil.rmtree(self._folder.folder)
         return report
@@ -145,31 +178,17 @@ class _Adaptation:
     def _train_drafter(
         self, kept: KeptStates, texts: Sequence[Text], labels: Tensor, tokens: Sequence[int]
     ) -> DrafterTraining:
-        learnt = [text for _, text in self._drafted(kept, texts, held_out=False)]
+        read = self._read(kept, texts, held_out=False)
+        learnt = [_drafted(*both) for both in read if len(both[1].places) > OWN_STEPS]
         model, covers = self._ordinary.stage.model, labels != OUTSIDE
         training = DrafterTraining(model, tokens, kept, covers, learnt, self._folder, self._about)
         training.run(self._clock, _TRAINED, self._tell)
         return training
 
-    def _drafted(self, kept: KeptStates, texts: Sequence[Text], held_out: bool) -> Iterator[tuple[str, DraftedText]]:
-        """Each text that a drafter can learn from, or be compared on, and its kind."""
-        for text, of_text in zip(texts, kept.texts(), strict=True):
-            source = self._sources[text.source]
-            if source.held_out == held_out and len(of_text.places) > OWN_STEPS:
-                yield source.kind, drafted(text.token_ids, text.first, of_text.places)
-
-    @torch.inference_mode()
-    def _drafter_shares(
-        self, training: DrafterTraining, kept: KeptStates, texts: Sequence[Text], labels: Tensor
-    ) -> tuple[Shares, ...]:
-        """How often the drafter is right on held-out texts, for each step of its own."""
-        found, kinds = [list[Tensor]() for _ in range(OWN_STEPS)], [list[str]() for _ in range(OWN_STEPS)]
-        for kind, text in self._drafted(kept, texts, held_out=True):
-            wanted = labels[text.before.start + 1 : text.before.stop + 1].to(self._ordinary.stage.device)
-            for own, logits in enumerate(training.scores([text])):
-                found[own].append(places_among_best(logits[0, own:], wanted[own:], max(KS)).cpu())
-                kinds[own] += [kind] * (len(wanted) - own)
-        return tuple(shares(torch.cat(some), of_some) for some, of_some in zip(found, kinds, strict=True) if some)
+    def _read(self, kept: KeptStates, texts: Sequence[Text], held_out: bool) -> Iterator[tuple[Text, KeptText]]:
+        """The texts that are held out, or the others, each with its places."""
+        both = zip(texts, kept.texts(), strict=True)
+        return ((text, of_text) for text, of_text in both if self._sources[text.source].held_out == held_out)
 
     def _texts(self) -> list[Text]:
         if self._settings.texts:
@@ -183,12 +202,11 @@ class _Adaptation:
     def _keep_states(self, texts: Sequence[Text]) -> KeptStates:
         """Keep states until their time is over or the room is used, of a held-out text and another in any case."""
         stage, folder = self._ordinary.stage, self._folder.folder
-        layers = [*self._layers, *[stage.num_layers] * self._settings.drafter]
+        layers = [*self._layers, stage.num_layers]
         kept = KeptStates(folder, layers, stage.model.config.hidden_size)
         if (self._folder / "heads-began.json").exists():
             return kept
-        room = min(1e9 * self._settings.disk_gb, 0.9 * shutil.disk_usage(folder).free)
-        for done in read_all(kept, texts, Reader(stage, layers), room):
+        for done in read_all(kept, texts, Reader(stage, layers), room(folder, self._settings.disk_gb)):
             left = self._clock.left(_READ)
             self._tell(f"states: {done} of {len(texts)} texts, at most {in_words(left)}")
             if not left and self._has_both(texts[:done]):
@@ -206,21 +224,19 @@ class _Adaptation:
         found = Counter(token for text in learnt for token in text.token_ids[text.first :])
         return {str(token): count for token, count in found.most_common()}
 
-    def _report(
-        self,
-        shown: str,
-        kept: KeptStates,
-        training: HeadsTraining,
-        end: PreTrainedModel,
-        labels: Tensor,
-        held_out: Tensor,
-    ) -> AdaptReport:
-        compared, device = torch.nonzero(held_out)[:, 0], end.device
-        places = [self._sources[text.source].kind for text in kept.texts() for _ in text.places]
-        kinds, wanted = [places[number] for number in compared.tolist()], labels[compared]
-        states = {layer: kept.states(layer)[compared] for layer in self._layers}
-        before = {layer: ranks(FinalHead(end), some, wanted, device) for layer, some in states.items()}
-        after = {layer: ranks(training.heads[layer], some, wanted, device) for layer, some in states.items()}
+    def _compared(
+        self, kept: KeptStates, texts: Sequence[Text], labels: Tensor, tokens: Sequence[int], guesses: "_Guesses"
+    ) -> HeldOut:
+        """The model's own guesses and the parts' on held-out texts, each of which has noise of its own."""
+        found = HeldOut(self._ordinary.stage.model, tokens)
+        for text, of_text in self._read(kept, texts, held_out=True):
+            rows, sampler = _rows(of_text), Sampler(SamplingParams(temperature=1.0, seed=text.source))
+            final, kind = kept.states(kept.layers[-1])[rows], self._sources[text.source].kind
+            found.add(kind, sampler, text.first, labels[rows], final, guesses(text, of_text))
+        return found
+
+    def _report(self, shown: str, kept: KeptStates, training: HeadsTraining, found: HeldOut) -> AdaptReport:
+        greedy, sampled = (found.comparison(way, self._layouts) for way in (GREEDY, SAMPLED))
         return AdaptReport(
             model=self._ordinary.info.name,
             folder=shown,
@@ -228,12 +244,11 @@ class _Adaptation:
             places=training.num_places,
             steps=training.steps,
             minutes=round(self._clock.spent / 60, 2),
-            held_out=dict(Counter(kinds)),
-            shortlist=end.lm_head.out_features,
-            covered=covered(wanted),
+            held_out=dict(Counter(found.kinds)),
+            shortlist=found.shortlist,
             heads=tuple(training.choices.values()),
-            layers=tuple(LayerReport(one, shares(before[one], kinds), shares(after[one], kinds)) for one in states),
-            stages=tuple(stages_report(cuts, before, after) for cuts in self._layouts),
+            greedy=greedy,
+            sampled=sampled,
         )
 
     def _write(
@@ -244,15 +259,15 @@ class _Adaptation:
         with atomic_file(self._out) as folder:
             folder.mkdir()
             shutil.copy(self._folder / COUNTS, folder / COUNTS)
-            (folder / REPORT).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-            for layer in report.layers:
+            _write_report(folder, report)
+            for layer in report.greedy.layers:
                 choice = training.choices[layer.layer]
                 head = HeadInfo(**self._known(folder, layer.layer), kind=choice.kind)
                 held_out = {"held_out": layer.after, "tried": asdict(choice)["tried"]}
                 save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
             if drafter:
                 about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))
-                made = {"steps": drafter.steps, "held_out": report.drafter}
+                made = {"steps": drafter.steps, "held_out": report.greedy.drafter}
                 save_drafter(folder / DRAFTER, drafter.learner, about, account | made)
 
     def _known(self, folder: Path, layer: int) -> dict[str, Any]:
@@ -266,3 +281,29 @@ class _Adaptation:
             "vocab_size": self._ordinary.info.vocab_size,
             "weights_sha256": "",
         }
+
+
+def _guesses(
+    kept: KeptStates, end: PreTrainedModel, training: HeadsTraining, drafter: DrafterTraining | None
+) -> _Guesses:
+    """The guesses to compare: of the model's own head and the trained one after each layer, and of the drafter."""
+    own = FinalHead(end)
+
+    def guesses(text: Text, of_text: KeptText) -> Iterator[tuple[Guesser, Tensor]]:
+        for layer, head in training.heads.items():
+            states = kept.states(layer)[_rows(of_text)].to(end.device, torch.float32)[None]
+            yield (BEFORE, layer), own(states)[0]
+            yield (AFTER, layer), head(states)[0]
+        if drafter and len(of_text.places) > OWN_STEPS:
+            for step, logits in enumerate(drafter.scores([_drafted(text, of_text)])):
+                yield (DRAFTER_STEP, step), logits[0, step:]
+
+    return guesses
+
+
+def _drafted(text: Text, of_text: KeptText) -> DraftedText:
+    return drafted(text.token_ids, text.first, of_text.places)
+
+
+def _rows(of_text: KeptText) -> slice:
+    return slice(of_text.places.start, of_text.places.stop)

@@ -20,7 +20,7 @@ class AdaptSettings:
     """
 
     minutes: float = 20.0
-    """Time for all steps, without loading the model."""
+    """Time for all steps but loading the model and measuring layouts, which is done for 5 minutes or more."""
     prompts: str | None = None
     """A file of prompts, JSON Lines with a "prompt" and perhaps a "category" in each; default: the package's own."""
     texts: str | None = None
