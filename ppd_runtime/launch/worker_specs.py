@@ -158,7 +158,7 @@ def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter:
         size = USUAL_SHORTLIST if info.vocab_size > _MANY_TOKENS and _head_is_large(info) else None
     if size is None or size == info.vocab_size:
         return ()
-    if drafter and size == len(drafter.tokens) and not config.guess_counts:
+    if isinstance(drafter, DrafterInfo) and size == len(drafter.tokens) and not config.guess_counts:
         return drafter.tokens
     return shortlist(size, info.vocab_size, config.guess_counts or _counts_beside(heads))
 

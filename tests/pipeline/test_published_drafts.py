@@ -11,12 +11,15 @@ import torch
 from pipeline_runs import GREEDY, PROMPTS, SAMPLED, Bench
 from published_heads import IDS, card_of, tensors_of, write_head
 from staged_runs import StagedRun
+from test_single_stage import SingleRun
 from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.trained.exit_heads import ShortlistSampler
 from ppd_runtime.models.trained.published import describe_published, load_published
 from ppd_runtime.models.trained.published_network import PublishedDrafter
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
+from ppd_runtime.sampling.sampler import Sampler
 
 ModelFolder = Callable[..., Path]
 Heard = list[tuple[list[int], Tensor]]
@@ -163,6 +166,26 @@ def test_stages_that_are_lost(model: Path, tmp_path: Path, heard: list[Heard], k
             heard.clear()
             assert run.run() == expected
             assert check_heard(heard, text, states, from_the_first=rank is None)
+
+
+@KINDS
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("resumes", [0, 5])
+def test_one_stage_hears_also_what_the_client_has(
+    model: Path, tmp_path: Path, heard: list[Heard], kind: str, params: Any, resumes: int
+) -> None:
+    bench = Bench.of(model)
+    ids = bench.prompt_ids(PROMPTS[4])
+    expected = bench.ordinary(ids, params).tokens
+    text = [*ids, *expected]
+    drafter = load_published(describe_published(head(tmp_path, kind, model), bench.info), bench.stage().model)
+    run = SingleRun(bench, ids, params, chains=False, told=LAYERS, delivered=expected[:resumes])
+    ranking = ShortlistSampler(Sampler(params, len(ids)), drafter.tokens, bench.info.vocab_size)
+    drafts = NetworkDrafts(drafter, ranking, 3, 0, lambda: 0.0, reads_prompt=True)
+    run.machine._network = run.machine._chooser._network = drafts
+    run.machine._chooser._drafters = []
+    assert run.to_the_end() == expected[resumes:]
+    assert check_heard(heard, text, states_of(bench, text, len(ids), LAYERS)) == 1
 
 
 @KINDS

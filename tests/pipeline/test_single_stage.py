@@ -48,11 +48,11 @@ class Foresight:
 class SingleRun:
     """One request in one stage whose drafter has a foresight."""
 
-    def __init__(self, bench, prompt, params, foresight=None, rows=4, policy=None, chains=True, **begin):
+    def __init__(self, bench, prompt, params, foresight=None, rows=4, policy=None, chains=True, told=(), **begin):
         self.sent = []
         recorded = bench.stage(bench.info.num_layers)
         self.begin = replace(begin_message(prompt, params), **begin)
-        stage = TreeRange(recorded, MOST_HELD)
+        stage = TreeRange(recorded, MOST_HELD, told_layers=told)
         recorded.decisive.clear()
         self.machine = SingleStage(stage, rows, lambda to, m: self.sent.append((to, m)), self.begin, policy)
         self.machine._chooser.only_chains = chains

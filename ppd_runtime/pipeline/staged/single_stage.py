@@ -145,6 +145,8 @@ class SingleStage(StagedDecider):
         nodes, hidden = yield from run_nodes(self.stage, self._tree, nodes, [node.token for node in nodes], None)
         for row, node in enumerate(nodes):
             node.hidden = RowState(hidden, row)
+            if self._network is not None and node.position < len(self.history) - 1 and node.is_certain:
+                self._chooser.note_states(node.position, self.stage.told(node.hidden.alone()))
 
     def _work(self) -> Work:
         return Work.LITTLE if self._cancelled or self._decisive() is not None else Work.NEEDED
