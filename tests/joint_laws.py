@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.methods.speculation import SpeculationCounts, SpeculativeMethod, speculate
+from ppd_runtime.methods.swift import sparse_subset
 from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
-from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Draws, Sampler
 from ppd_runtime.text import StopRule

@@ -21,8 +21,7 @@ from ppd_runtime.methods.stopping import Adaptation, StopDrafting, Stopping
 from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.slicing import LayerSet, share_run
-from ppd_runtime.models.stage.sparse import sparse_subset
+from ppd_runtime.models.stage.slicing import LayerSet, LayerSubset, share_run, without
 from ppd_runtime.models.trained.layer_sets import read_layer_set
 from ppd_runtime.settings.checks import check_whole
 
@@ -139,6 +138,20 @@ class Swift:
         self._sparse = sparse_subset(self.stage, left_out)
         self._chains = GreedyChains(self.stage, self._sparse) if self._widest == 1 else None
         self._cost = share_run(self.stage.model, left_out)
+
+
+def sparse_subset(stage: LayerRange, left_out: LayerSet) -> LayerSubset:
+    """A stage's model without some sub-layers, over the stage's own caches; at least one attention must stay.
+
+    A layer without attention and MLP is not run.
+    """
+    layers = {}
+    for number, layer in enumerate(stage.model.model.layers):
+        attention, mlp = number in left_out.attention, number in left_out.mlp
+        if not (attention and mlp):
+            layers[number] = without(layer, attention=attention, mlp=mlp) if attention or mlp else layer
+    attending = tuple(number for number in layers if number not in left_out.attention)
+    return stage.subset(layers, attending, tuple(number for number in layers if number in left_out.mlp))
 
 
 def _width(confidence: float) -> int:

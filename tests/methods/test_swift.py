@@ -12,12 +12,11 @@ from models_for_tests import SLIDING_WINDOW, load_stage
 
 from ppd_runtime import OrdinaryDecoding, decode, open_method
 from ppd_runtime.methods.stopping import Stopping
-from ppd_runtime.methods.swift import Swift
+from ppd_runtime.methods.swift import Swift, sparse_subset
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet, share_run
-from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.trained.layer_sets import read_layer_set, write_layer_set
 
 NUM_LAYERS = 5

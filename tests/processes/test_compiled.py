@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.files.cache_folder import artifact, cache_folder
+from ppd_runtime.methods.swift import sparse_subset
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled import passes as compiled
@@ -33,7 +34,6 @@ from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
-from ppd_runtime.models.stage.sparse import sparse_subset
 from ppd_runtime.models.stage.tree_range import TreeRange
 
 PROMPT = [40, 7, 291, 65, 133]
