@@ -37,8 +37,7 @@ def tradeoff(
         str | None, typer.Option(help="Early candidates for each token; several: 1,3,5.", show_default=str(USUAL_K))
     ] = None,
     match_rate: Annotated[
-        str | None,
-        typer.Option(help="How often a candidate is right; several: 0.5,0.7.", show_default=_MATCH_RATE),
+        str | None, typer.Option(help="How often a candidate is right; several: 0.5,0.7.", show_default=_MATCH_RATE)
     ] = None,
     match_rates: Annotated[
         Path | None,

@@ -242,7 +242,7 @@ class SamplingParams:
         return replace(self, **found) if found else self
 
     def with_later_seed(self, number: int) -> "SamplingParams":
-        """The same settings with the seed `number` seeds later; after 2^64 - 1 comes 0."""
+        """These settings with a seed that is `number` higher, modulo 2^64."""
         return replace(self, seed=(self.seed + number) % 2**64)
 
     def named_tokens(self) -> Iterable[tuple[str, int]]:
