@@ -62,7 +62,7 @@ class Sampler:
         self.plain = params.greedy and not self._changes
         """Whether the choice is simply the highest logit."""
         self._by_numpy = not params.greedy and not self._changes
-        self._scale = 1.0 if params.greedy else params.temperature
+        self.scale = 1.0 if params.greedy else params.temperature
         """Scores times this have the chances as softmax."""
         self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
         self._of_prompt: list[TokenLogprobs] = []
@@ -71,8 +71,8 @@ class Sampler:
         self._top_p = 1.0 if params.top_p is None else params.top_p
         self._temperature = LogitsProcessorList()
         self._filters = LogitsProcessorList()
-        if self._scale != 1:
-            self._temperature.append(TemperatureLogitsWarper(float(self._scale)))
+        if self.scale != 1:
+            self._temperature.append(TemperatureLogitsWarper(float(self.scale)))
         if self._top_k:
             self._filters.append(TopKLogitsWarper(self._top_k))
         if self._top_p < 1:
@@ -193,7 +193,10 @@ class Sampler:
 
         `logits` are `[texts, vocab_size]`: PyTorch is called once for all texts.
         """
-        scores = logits if self.plain else self._noisy_rows(logits, histories)
+        return self.ranked(logits if self.plain else self._noisy_rows(logits, histories), k)
+
+    def ranked(self, scores: Tensor, k: int) -> list[list[tuple[int, float]]]:
+        """The k highest of each row of noisy scores, best first, each with its chance."""
         named = best_of_each(scores, k)
         chances = self.chances(scores).gather(1, torch.tensor(named, device=scores.device)).tolist()
         numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # 0 if scores are NaN
@@ -208,8 +211,19 @@ class Sampler:
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
             return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
+        return self._noisy_by_numpy(logits, [self._noise_at(len(text), logits.shape[-1]) for text in histories])
+
+    def scores_among(self, logits: Tensor, positions: Sequence[int], tokens: np.ndarray, size: int) -> Tensor | None:
+        """Noisy scores if a vocabulary of this size had only these tokens, `[positions, len(tokens)]` like the logits;
+        None if earlier tokens matter.
+        """
+        if self.plain or not self._by_numpy:
+            return logits if self.plain else None
+        noise = [self._noise_at(position, size)[tokens] for position in positions]
+        return self._noisy_by_numpy(_on_the_cpu(logits), noise)
+
+    def _noisy_by_numpy(self, logits: Tensor, noise: Sequence[np.ndarray]) -> Tensor:
         scaled = self._scaled(logits.numpy())
-        noise = [self._noise_at(len(text), logits.shape[-1]) for text in histories]
         noisy = scaled + (noise[0] if len(noise) == 1 else np.stack(noise))
         if self._filters:
             for of_text, its_scaled in zip(noisy, scaled, strict=True):
@@ -231,7 +245,7 @@ class Sampler:
         same noise, and its logits differ from the exit's by as much at any temperature. So the softmax, a greedy
         draft's measure, is of these. It is exact if the logits differ by independent standard Gumbel numbers.
         """
-        return (scores if self._scale == 1 else self._scale * scores).softmax(-1)
+        return (scores if self.scale == 1 else self.scale * scores).softmax(-1)
 
     def likeliest(self, scores: Tensor) -> tuple[int, float]:
         """The token with the highest of the `chances`, and its chance."""
@@ -243,7 +257,7 @@ class Sampler:
         token = int(numbers.argmax())
         with np.errstate(invalid="ignore"):  # if a score is infinite, there is no telling
             behind = numbers - numbers[token]
-        return token, 1 / float(np.exp(behind if self._scale == 1 else self._scale * behind).sum())
+        return token, 1 / float(np.exp(behind if self.scale == 1 else self.scale * behind).sum())
 
     def distribution(self, logits: Tensor, history: Sequence[int], guessed: bool = False) -> Tensor:
         """`[vocab_size]` float64 probabilities of the tokens that may follow `history`; temperatures above 0 only.
@@ -272,7 +286,7 @@ class Sampler:
 
     def _scaled(self, logits: np.ndarray) -> np.ndarray:
         """Scaled by the temperature, to the last bit like transformers' processor."""
-        return logits if self._scale == 1 else logits / np.float32(self._scale)
+        return logits if self.scale == 1 else logits / np.float32(self.scale)
 
     def _least_kept(self, scaled: np.ndarray) -> float:
         """The lowest kept score of the filters; of equal scores at the border they may drop some."""

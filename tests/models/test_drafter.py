@@ -77,6 +77,57 @@ def test_chains_behind_certain_tokens(model_folder: ModelFolder, family: str) ->
             torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_native_passes_draft_the_same(model_folder: ModelFolder, family: str) -> None:
+    """Up to the rounding of states to 8 bits. Gemma 2 caps its logits, which the native code does not."""
+    model, found = load_stage(model_folder(family, num_layers=4)).model, []
+    chains = [[], [7], [7, 9, 1], [7, 30], [8, 30, 2], [8]]
+    for native in (True, False):
+        drafter = Drafter(random_network(), model, TOKENS)
+        drafter.begin(40)
+        assert drafter._native is not None
+        drafter._native = drafter._native if native else None
+        of_text = states(len(TEXT))
+        for first, last in ((0, 5), (5, 6), (6, 9)):
+            drafter.follow(TEXT[first:last], of_text[first:last])
+            found.append(drafter.draft(chains))
+            found.append(drafter.draft([[5, 4, 3]]))
+    size = max(float(logits.abs().max()) for logits in found)
+    for ours, expected in zip(found[:6], found[6:], strict=True):
+        torch.testing.assert_close(
+            ours, expected, rtol=0, atol=0.03 * size, msg="a rounding of states to 8 bits may differ"
+        )
+
+
+@pytest.mark.parametrize("size", [24, 48, 80])
+def test_odd_sizes_take_pytorchs_passes(model_folder: ModelFolder, size: int) -> None:
+    model = load_stage(model_folder("llama", num_layers=2, hidden_size=size)).model
+    drafter = Drafter(DrafterNetwork(size), model, TOKENS)
+    assert drafter._native is None
+    drafter.begin(10)
+    drafter.follow(TEXT[:3], torch.randn(3, 1, size))
+    assert drafter.draft([[1, 2], [3]]).isfinite().all()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_states_that_are_no_numbers(model_folder: ModelFolder, native: bool) -> None:
+    drafter = Drafter(random_network(), load_stage(model_folder("llama", num_layers=2)).model, TOKENS, native)
+    drafter.begin(10)
+    drafter.follow(TEXT[:2], torch.full((2, 1, 32), torch.nan))
+    assert drafter.draft([[1, 2]]).isnan().all()
+
+
+def test_guesses_that_fill_the_memory_are_forgotten(model_folder: ModelFolder) -> None:
+    model = load_stage(model_folder("llama", num_layers=2)).model
+    drafter = Drafter(random_network(), model, TOKENS)
+    drafter.begin(6)
+    drafter.follow(TEXT[:2], states(2))
+    first = drafter.draft([[1, 2]])
+    drafter.draft([[3, 4]])
+    drafter.draft([[5, 6]])
+    torch.testing.assert_close(drafter.draft([[1, 2]]), first)
+
+
 def test_guesses_leave_no_trace(model_folder: ModelFolder) -> None:
     model, found = load_stage(model_folder("llama", num_layers=4)).model, []
     for guesses in ([], [[3, 4, 5], [6]]):

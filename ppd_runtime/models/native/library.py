@@ -111,6 +111,11 @@ def load() -> ctypes.CDLL:
         return _loaded()
 
 
+def is_loaded() -> bool:
+    """Whether the code is here without a wait."""
+    return bool(_loaded.cache_info().currsize)
+
+
 def load_meanwhile() -> None:
     """Load the code in another thread, which may take ten seconds; whoever needs it waits."""
 

@@ -110,6 +110,23 @@ class FinalHead:
         """The library's model with nothing before the final norm: takes `inputs_embeds`, gives `logits`."""
         return self._library
 
+    @torch.no_grad()
+    def scaled_norm(self) -> tuple[Tensor, float] | None:
+        """The weight and the epsilon of the final norm, in float32, if logits are its states' products and it divides
+        states by their root mean square; else None.
+        """
+        found = [getattr(self._norm, name, None) for name in ("variance_epsilon", "eps")]
+        epsilon = next((number for number in found if isinstance(number, float)), None)
+        if epsilon is None or not self._is_plain:
+            return None
+        probe = torch.linspace(-8, 8, self._model.config.hidden_size, device=self._model.device)
+        weight = self._norm(torch.ones_like(probe)).float() * (1 + epsilon) ** 0.5
+        for states in (probe, 1e-3 * probe + 1e-3):
+            expected = torch.nn.functional.rms_norm(states, states.shape, weight, epsilon)
+            if not torch.allclose(self._norm(states).float(), expected, rtol=1e-4, atol=1e-5):
+                return None
+        return weight.contiguous(), epsilon
+
     def _plain_logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(self._norm(hidden))
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.native.drafter import LAYERS, DrafterPasses, ScaledNorm, Where
+from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.linear import QuantisedLinear
 from ppd_runtime.models.native.packing import pack
 from ppd_runtime.models.native.quantising import quantise
@@ -136,7 +138,8 @@ def _turned(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Drafter:
-    """Drafts for one sequence at a time; keeps the keys and values of its certain tokens.
+    """Drafts for one sequence at a time; keeps the entries of its certain tokens, and those of guesses until the next
+    certain one.
 
     Args:
         network: what it has learned; it is changed.
@@ -152,12 +155,20 @@ class Drafter:
         has_all = model.lm_head.out_features != len(self.tokens)
         end = model_end(model, self.tokens if has_all else range(len(self.tokens)))
         self._device, self._embed = model.device, Embedding(model)
-        if few_bits and model.device.type == "cpu":
+        if few_bits and model.device.type == "cpu" and _has_native_code():
             _in_few_bits(self._network)
             if isinstance(end.lm_head, nn.Linear):
                 end.lm_head = _of_few_bits(end.lm_head)
         self._head = FinalHead(end)
+        parts = {name: getattr(network, name) for name in LAYERS}
+        self._packed = parts if all(isinstance(part, QuantisedLinear) for part in parts.values()) else None
+        self._native_head = self._norm_and_map(end.lm_head) if self._packed else None
         self.begin(0)
+
+    def _norm_and_map(self, head: nn.Module) -> tuple[ScaledNorm, QuantisedLinear] | None:
+        """What the native code takes as the model's end; None if it is anything else."""
+        norm = self._head.scaled_norm()
+        return (ScaledNorm(*norm), head) if norm and isinstance(head, QuantisedLinear) else None
 
     def another(self) -> "Drafter":
         """A drafter with this network for another sequence at the same time."""
@@ -169,49 +180,82 @@ class Drafter:
         """Implements `DraftNetwork.begin`."""
         shape = 2, self._network.heads, capacity, _HEAD_DIM
         self._entries = torch.empty(shape, device=self._device)
+        self._states = torch.empty(capacity, self._network.down.out_features, device=self._device)
         self._rotary = rotary_table(capacity, self._device)
-        self._certain, self._state = 0, Tensor()
-        self._chain: list[int] = []
-        self._states: list[Tensor] = []
+        self._certain = 0
+        self._rows: dict[tuple[int, ...], int] = {}  # of chains: that of the last token
+        self._native: DrafterPasses | None = None
+        if self._packed:
+            self._native = DrafterPasses(self._packed, self._native_head, self._entries, self._states, self._rotary)
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int], states: Tensor) -> None:
         """Implements `DraftNetwork.follow`; the states are the last layer's alone."""
-        hidden = self._run(tokens, states[:, 0].to(self._device), self._certain)
-        self._certain, self._state = self._certain + len(tokens), hidden[-1:]
-        self._chain, self._states = [], []
+        first, end = self._certain, self._certain + len(tokens)
+        rows = range(first, end)
+        where = Where(rows, rows, range(first + 1, end + 1), ())
+        self._run(tokens, states[:, 0].to(self._device).float(), where)
+        self._certain, self._rows = end, {}
 
     @torch.inference_mode()
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
-        """Implements `DraftNetwork.draft`. What a chain begins with as the one before it did is not computed again."""
-        found = torch.cat([self._after(chain) for chain in chains])
-        return self._head(found[None])[0].float()
+        """Implements `DraftNetwork.draft`. What was drafted since the newest certain token is not computed again."""
+        wanted = [tuple(chain) for chain in chains]
+        if self._certain + len(self._rows) + sum(map(len, wanted)) > len(self._states):
+            self._rows = {}
+        for depth in range(1, max(map(len, wanted)) + 1):
+            missing = {chain[:depth] for chain in wanted if len(chain) >= depth} - self._rows.keys()
+            if missing:
+                self._run_guesses(sorted(missing))
+        rows = [self._row(chain) for chain in wanted]
+        if self._native and self._native_head:
+            return self._native.logits(rows)
+        return self._head(self._states[rows][None])[0].float()
 
-    def _after(self, chain: Sequence[int]) -> Tensor:
-        """The state of a chain's last token, `[1, hidden_size]`."""
-        alike = 0
-        while alike < min(len(chain), len(self._chain)) and chain[alike] == self._chain[alike]:
-            alike += 1
-        del self._chain[alike:], self._states[alike:]
-        for token in chain[alike:]:
-            before = self._states[-1] if self._states else self._state
-            self._states.append(self._run([token], before, self._certain + len(self._chain)))
-            self._chain.append(token)
-        return self._states[-1] if self._states else self._state
+    def _row(self, chain: tuple[int, ...]) -> int:
+        """The row of a chain's last token, or of the newest certain one."""
+        return self._rows[chain] if chain else self._certain - 1
 
-    def _run(self, tokens: Sequence[int], before: Tensor, position: int) -> Tensor:
-        """The drafter's states of tokens from a position on, `[tokens, hidden_size]`; it keeps their entries."""
-        end = position + len(tokens)
-        inputs = self._network.inputs(self._embed(list(tokens))[0].float(), before.float())
-        table = self._rotary[0][position:end], self._rotary[1][position:end]
-        query, key, value = self._network.attended(inputs, table)
-        self._entries[0, :, position:end], self._entries[1, :, position:end] = key, value
-        mask = None
-        if len(tokens) > 1:
-            mask = torch.ones(len(tokens), end, dtype=torch.bool, device=self._device).tril(position)
-        keys, values = self._entries[:, None, :, :end]
+    def _run_guesses(self, chains: Sequence[tuple[int, ...]]) -> None:
+        """Run the last tokens of chains of one length, of whose other tokens all have run."""
+        depth, first = len(chains[0]), self._certain + len(self._rows)
+        rows = range(first, first + len(chains))
+        before = [self._row(chain[:-1]) for chain in chains]
+        paths = [
+            [*(self._rows[chain[:length]] for length in range(1, depth)), row]
+            for chain, row in zip(chains, rows, strict=True)
+        ]
+        places = [self._certain + depth - 1] * len(chains)
+        where = Where(places, rows, [self._certain] * len(chains), paths)
+        self._run([chain[-1] for chain in chains], before, where)
+        self._rows.update(zip(chains, rows, strict=True))
+
+    def _run(self, tokens: Sequence[int], before: Tensor | list[int], where: Where) -> None:
+        """Compute entries and states of tokens, from the states before them, `[tokens, hidden_size]`, or their rows."""
+        embedded = self._embed(list(tokens))[0].float()
+        if self._native:
+            before = before.contiguous() if isinstance(before, Tensor) else before
+            self._native.run(embedded.contiguous(), before, where)
+            return
+        places, rows = list(where.places), list(where.rows)
+        inputs = self._network.inputs(embedded, before if isinstance(before, Tensor) else self._states[before])
+        query, key, value = self._network.attended(inputs, (self._rotary[0][places], self._rotary[1][places]))
+        self._entries[0][:, rows], self._entries[1][:, rows] = key, value
+        keys, values = self._entries[:, None, :, : rows[-1] + 1]
+        mask = torch.arange(rows[-1] + 1, device=self._device) < torch.tensor(where.seen, device=self._device)[:, None]
+        for row, path in enumerate(where.paths):
+            mask[row, path] = True
         found = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=mask)
-        return self._network.states(inputs, found[0])
+        self._states[rows] = self._network.states(inputs, found[0])
+
+
+def _has_native_code() -> bool:
+    """Whether matrices of few bits can be multiplied here."""
+    try:
+        load()
+    except ValueError:
+        return False
+    return True
 
 
 def _in_few_bits(network: DrafterNetwork) -> None:

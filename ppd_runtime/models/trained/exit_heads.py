@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppd_runtime.models.native.drafter import likeliest
+from ppd_runtime.models.native.library import is_loaded
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadNetwork
 from ppd_runtime.sampling.sampler import Sampler
@@ -47,6 +49,7 @@ class ShortlistSampler:
 
     def __init__(self, sampler: Sampler, tokens: Sequence[int], vocab_size: int) -> None:
         self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
+        self._places = np.array(tokens)
 
     def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
         """Like `Sampler.rank`, from `[len(tokens)]` logits."""
@@ -55,11 +58,13 @@ class ShortlistSampler:
 
     def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
         """Like `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
-        if self._sampler.plain:
-            found = self._sampler.guesses(logits, histories, k)
+        scores = self._sampler.scores_among(logits, [len(text) for text in histories], self._places, self._vocab_size)
+        if scores is not None:
+            native = scores.is_cpu and scores.dtype == torch.float32 and is_loaded()
+            found = likeliest(scores, k, self._sampler.scale) if native else self._sampler.ranked(scores, k)
             return [[(self._tokens[place], chance) for place, chance in row] for row in found]
         whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
-        whole[:, torch.tensor(self._tokens, device=logits.device)] = logits  # penalties and noise go by their numbers
+        whole[:, torch.from_numpy(self._places).to(logits.device)] = logits  # penalties go by tokens' numbers
         return self._sampler.guesses(whole, histories, k)
 
 
