@@ -42,13 +42,13 @@ class ToldNetwork:
         assert torch.equal(states, torch.cat(self.states[place - 1 : self.position - 1], dim=1)[0, :, None])
 
     def draft(self, chains):
-        ((*chain,),) = chains
         self.drafts += 1
-        place = self.position + len(chain)
-        right = self.text[place] if place < len(self.text) else 0
-        wrong = self.random.random() >= self.rate
-        logits = torch.zeros(1, len(self.tokens))
-        logits[0, (right + wrong) % len(self.tokens)] = 9.0
+        logits = torch.zeros(len(chains), len(self.tokens))
+        for row, chain in zip(logits, chains, strict=True):
+            place = self.position + len(chain)
+            right = self.text[place] if place < len(self.text) else 0
+            wrong = self.random.random() >= self.rate
+            row[(right + wrong) % len(self.tokens)] = 9.0
         return logits.log_softmax(-1)
 
 

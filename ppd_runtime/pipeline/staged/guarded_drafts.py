@@ -78,18 +78,18 @@ class GuardedDrafts(NetworkDrafts):
         """See `NetworkDrafts.is_worth`."""
         return not self._has_failed and not self._health.rests and super().is_worth(chance)
 
-    def guesses(self, path: Sequence[int], text: Sequence[int]) -> Sequence[Guess]:
+    def guesses(self, paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Sequence[Sequence[Guess]]:
         """See `NetworkDrafts.guesses`; nothing is named behind a failure."""
         if self._has_failed:
-            return ()
+            return [()] * len(paths)
         began = time.perf_counter()
         try:
-            named = super().guesses(path, text)
+            named = super().guesses(paths, texts)
         except Exception as error:  # noqa: BLE001 (a guess fails no request)
             self._has_failed = True
             self._health.note_failure(error)
             self.release()
-            return ()
+            return [()] * len(paths)
         if not super().is_worth(1.0):
             self._health.note_too_slow(time.perf_counter() - began)
         return named

@@ -51,12 +51,13 @@ class NetworkDrafts:
             self._waiting.append((token, state))
 
     def is_worth(self, chance: float) -> bool:
-        """Whether to name what follows a node whose path has this chance costs less than it may save."""
+        """Whether to name what follows some nodes costs less than it may save; `chance` is the sum of their paths'."""
         seconds = self._pass_seconds()
         return not seconds or chance * _GAIN * seconds > self._seconds
 
-    def guesses(self, path: Sequence[int], text: Sequence[int]) -> Sequence[Guess]:
-        """What may follow a node: the last guess of a path behind the newest certain token, at the end of its `text`.
+    def guesses(self, paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Sequence[Sequence[Guess]]:
+        """What may follow each of some nodes: the last guess of a path behind the newest certain token, at the end of
+        its text.
 
         Nothing is named before there is a token with a state.
         """
@@ -64,8 +65,8 @@ class NetworkDrafts:
         self._read()
         began = time.perf_counter() if is_new else began  # no other draft has a whole prompt to read
         if not self._has_read:
-            return ()
-        (named,) = self._ranking.guesses(self._network.draft([path]), [text], self._k)
+            return [()] * len(paths)
+        named = self._ranking.guesses(self._network.draft(paths), texts, self._k)
         seconds = time.perf_counter() - began
         self._seconds += (_WEIGHT if self._seconds else 1.0) * (seconds - self._seconds)
         return named

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
+_NEARLY = 0.5  # of the likeliest candidate's chance: a network is asked behind both at once, which reads it once
 _MOST_STATES = 256  # of tokens that a network has not followed yet
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a row
 
@@ -86,6 +87,7 @@ class RowChooser:
         waiting: list[_Candidate] = []
         if self.next_is_certain():
             chosen.append(self._enter(self.tree.root, self.tree.history[self.tree.root.position + 1]))
+            self.name_drafts(chosen[0])
             if self.tree.is_newest(chosen[0]):
                 waiting = self._candidates_behind(chosen[0], 1.0)
         else:
@@ -93,13 +95,18 @@ class RowChooser:
         if self.only_chains:
             waiting = sorted(waiting)[:1]
         heapq.heapify(waiting)
-        while waiting and len(chosen) < min(rows, MOST_NODES - len(self.tree)):
-            best = heapq.heappop(waiting)
-            if chosen and best.chance < self.row_cost:  # it saves one pass at most
+        most = min(rows, MOST_NODES - len(self.tree) + len(chosen))
+        while waiting and len(chosen) < most:
+            likeliest = self._likeliest(waiting, most - len(chosen), bool(chosen))
+            if not likeliest:
                 break
-            chosen.append(self._enter(best.parent, best.token, best.chance))
-            for further in self._candidates_behind(chosen[-1], best.chance):
-                heapq.heappush(waiting, further)
+            entered = [self._enter(one.parent, one.token) for one in likeliest]
+            chances = [one.chance for one in likeliest]
+            self._name_drafts(entered, chances)
+            chosen += entered
+            for node, chance in zip(entered, chances, strict=True):
+                for further in self._candidates_behind(node, chance):
+                    heapq.heappush(waiting, further)
         return chosen
 
     def name(self, node: Node, boundary: int, guesses: Sequence[Guess]) -> None:
@@ -133,26 +140,43 @@ class RowChooser:
             pass
         self._followed = len(history)
 
-    def name_drafts(self, node: Node, chance: float = 1.0) -> None:
-        """Boundary 0: have drafters name what may follow a guess, its path's chance given, or the newest token."""
-        if self.guessing < Guessing.REPETITIONS or (node.is_certain and not self.tree.is_newest(node)):
+    def name_drafts(self, node: Node) -> None:
+        """Boundary 0: have drafters name what may follow the newest certain token, if the node is that."""
+        self._name_drafts([node], [1.0])
+
+    def _name_drafts(self, nodes: Sequence[Node], chances: Sequence[float]) -> None:
+        """Have drafters name what may follow nodes, their paths' chances given; a network is asked once for all."""
+        if self.guessing < Guessing.REPETITIONS:
             return
         self.follow_text()
+        doubtful, chance = list[Node](), 0.0
+        for node, own in zip(nodes, chances, strict=True):
+            if node.is_certain and not self.tree.is_newest(node):
+                continue
+            is_doubtful = self._name_repetitions(node) < _SURE and node.position < self.last_position
+            if is_doubtful and node is not self.tree.prompt:  # the first token waits for no network
+                doubtful.append(node)
+                chance += own
+        network = self._network if self.guessing >= Guessing.EXITS else None
+        if self._heard < len(self.tree.history):
+            return
+        if network is None or not doubtful or not network.is_worth(chance):
+            return
+        paths, texts = [self.tree.guessed(node) for node in doubtful], [self.tree.text(node) for node in doubtful]
+        for node, guesses in zip(doubtful, network.guesses(paths, texts), strict=True):
+            self.name(node, NETWORK, guesses)
+
+    def _name_repetitions(self, node: Node) -> float:
+        """Have the text's drafters name what may follow a node; returns the highest chance of a guess."""
         path = self.tree.guessed(node)
         drafts: dict[int, Draft] = {}
         for draft in chain.from_iterable(self._ask_each(lambda drafter: _drafts_behind(drafter, path))):
             if draft.token not in drafts or draft.said > drafts[draft.token].said:
                 drafts[draft.token] = draft
-        if drafts:
-            likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
+        likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
+        if likeliest:
             self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
-        said = max((draft.said for draft in drafts.values()), default=0.0)
-        if self._network is None or self.guessing < Guessing.EXITS or node.position >= self.last_position:
-            return
-        if node is self.tree.prompt or self._heard < len(self.tree.history):  # the first token waits for no network
-            return
-        if said < _SURE and self._network.is_worth(chance):
-            self.name(node, NETWORK, self._network.guesses(path, self.tree.text(node)))
+        return likeliest[0].said if likeliest else 0.0
 
     def forget_dropped(self) -> None:
         """Forget what was named to follow nodes that are gone."""
@@ -213,10 +237,26 @@ class RowChooser:
                 of_children[child.number] = chance * own
         return found
 
-    def _enter(self, parent: Node, token: int, chance: float = 1.0) -> Node:
+    def _likeliest(self, waiting: list[_Candidate], most: int, has_rows: bool) -> list[_Candidate]:
+        """Take the likeliest candidate of a heap, and with a network those that are nearly as likely, at most `most`.
+
+        After a pass' first row, a candidate has to be likelier than a row's cost: it saves one pass at most.
+        """
+        found: list[_Candidate] = []
+        if self._network is None or self.only_chains:
+            most = 1
+        while waiting and len(found) < most:
+            best = waiting[0]
+            if (found or has_rows) and best.chance < self.row_cost:
+                break
+            if found and best.chance < _NEARLY * found[0].chance:
+                break
+            found.append(heapq.heappop(waiting))
+        return found
+
+    def _enter(self, parent: Node, token: int) -> Node:
         node = self.tree.add(number_of(parent.number, token), token, parent.position + 1, parent.number)
         assert node is not None, "what enters stands behind a node that may come true"
-        self.name_drafts(node, chance)
         return node
 
 
