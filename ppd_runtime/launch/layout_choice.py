@@ -14,6 +14,7 @@ from ppd_runtime.settings.layouts import StagedLayout
 
 MOST_CHOSEN_ROWS = 8
 _MOST_K = 5  # a further candidate is right in one token of a hundred
+_FREE_ROWS, _FREE_K = 16, 8  # where a further row costs nothing
 _DEAR = 0.5  # most that a row may cost for a second one
 _CLEAR_GAIN = 0.95  # share of the longest stage's time, for uneven cuts
 _HEADS, _ROWS = 4, 20  # times are rounded to these parts of a layer, and of a pass
@@ -53,16 +54,17 @@ def balanced_cuts(num_layers: int, stages: int, costs: StageCosts) -> tuple[int,
 
 
 def chosen_rows(costs: StageCosts) -> int:
-    """The most rows that together take at most twice one row's time; 1 if each further row costs more than half of
-    one."""
+    """The most rows that together take at most twice one row's time, up to 8, or 16 where they cost nothing; 1 if each
+    further row costs more than half of one."""
     if costs.row > _DEAR:
         return 1
-    return min(1 + int(1 / costs.row), MOST_CHOSEN_ROWS) if costs.row else MOST_CHOSEN_ROWS
+    return min(1 + int(1 / costs.row), MOST_CHOSEN_ROWS) if costs.row else _FREE_ROWS
 
 
 def chosen_k(rows: int) -> int:
-    """One candidate for each row of a pass, but 3 at least and 5 at most: a further candidate costs next to nothing."""
-    return min(max(rows, USUAL_K), _MOST_K)
+    """One candidate for each row of a pass, but 3 at least and 5 at most, or 8 where rows cost nothing: a further
+    candidate costs next to nothing."""
+    return min(max(rows, USUAL_K), _MOST_K if rows <= MOST_CHOSEN_ROWS else _FREE_K)
 
 
 def choose_layout(
@@ -83,5 +85,5 @@ def choose_layout(
     elif not cuts:
         cuts = balanced_cuts(num_layers, stages, costs) if costs else even_cuts(num_layers, stages)
     rows = rows or (chosen_rows(costs) if costs else 1)
-    k = k or min(chosen_k(rows), most_k or _MOST_K)
+    k = k or min(chosen_k(rows), most_k or _FREE_K)
     return StagedLayout(cuts, rows, k, costs.row if costs else 0.0)

@@ -43,7 +43,7 @@ def test_cuts_that_are_not_even():
 
 
 def test_rows_by_what_they_cost():
-    assert [chosen_rows(StageCosts(0, 0, row)) for row in (0.0, 0.05, 0.2, 0.5, 0.55, 1.0)] == [8, 8, 6, 3, 1, 1]
+    assert [chosen_rows(StageCosts(0, 0, row)) for row in (0.0, 0.05, 0.2, 0.5, 0.55, 1.0)] == [16, 8, 6, 3, 1, 1]
 
 
 def test_what_is_given_is_obeyed_and_the_rest_is_chosen():
@@ -53,6 +53,7 @@ def test_what_is_given_is_obeyed_and_the_rest_is_chosen():
     assert choose_layout(12, 2, costs, rows=1) == StagedLayout((8,), 1, 3, 0.1)
     assert choose_layout(12, 2, None) == StagedLayout((6,), 1, 3, 0.0)
     assert choose_layout(12, 2, costs, most_k=2).k == 2
+    assert choose_layout(12, 2, StageCosts(0.0, 3.0, 0.0)) == StagedLayout((8,), 16, 8, 0.0)
 
 
 def test_noise_changes_nothing():

@@ -119,5 +119,10 @@ def test_the_more_confident_of_text_and_network_counts():
     named.learn(record, 6)
     assert record.chance(NETWORK, 1, 0.7) > 0.7
     assert record.chance(0, 0, 0.38) < 0.38
-    named.by_boundary[1] = [(7, 0.5)]
-    assert named.chances(record)[7] == 0.5, "a later boundary overrules both"
+    named.by_boundary[1] = [(7, 0.6)]
+    found = named.chances(record)
+    assert found[7] == 0.6, "nothing is known of the boundaries, so the later one is believed"
+    assert max(found[5], found[6]) == pytest.approx(0.4), "the others share what it leaves"
+    for _ in range(12):
+        named.learn(record, 6)
+    assert named.chances(record)[6] > named.chances(record)[7], "the network was right, the boundary was not"

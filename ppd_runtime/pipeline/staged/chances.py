@@ -9,7 +9,6 @@ Guess = tuple[int, float]
 
 _BINS = 8  # bins of a head's probability
 _PRIOR_WEIGHT = 4.0  # the head's weight, in trials
-_OVERRULED = 0.1  # share of the probability left, for a token that a later boundary no longer names
 _MILLION = 10**6
 NETWORK = -1
 """Stands among boundaries for a drafter's network: boundary 0 like the text's drafters, with chances of its own."""
@@ -21,6 +20,13 @@ class GuessRecord:
     def __init__(self) -> None:
         self._trials: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         self._hits: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        self._asked: defaultdict[int, int] = defaultdict(int)
+        self._right: defaultdict[int, int] = defaultdict(int)
+
+    def trust(self, boundary: int) -> float:
+        """The share of places where the right token was among a boundary's; before experience, more for later ones."""
+        prior = 1 - 0.5 ** (boundary + 2)
+        return (self._right[boundary] + _PRIOR_WEIGHT * prior) / (self._asked[boundary] + _PRIOR_WEIGHT)
 
     def chance(self, boundary: int, rank: int, said: float) -> float:
         """The chance that a guess is right if its boundary's head gave it `rank` (from 0) and the chance `said`."""
@@ -29,6 +35,8 @@ class GuessRecord:
 
     def learn(self, boundary: int, guesses: Sequence[Guess], token: int) -> None:
         """Count a boundary's guesses at a place where `token` was right."""
+        self._asked[boundary] += 1
+        self._right[boundary] += any(guessed == token for guessed, _ in guesses)
         for rank, (guessed, said) in enumerate(guesses):
             cell = _cell(boundary, rank, said)
             self._trials[cell] += 1
@@ -47,30 +55,26 @@ class Successors:
     by_boundary: dict[int, Sequence[Guess]] = field(default_factory=dict)
 
     def chances(self, calibration: GuessRecord) -> dict[int, float]:
-        """The chance of each named token; the latest boundary that named tokens overrules the others.
+        """The chance of each named token: the highest that a boundary gives it.
 
-        The text and a network share boundary 0: there the more confident one counts.
+        What the boundary that is right most often does not name has at most what that one leaves.
+        The text and a network count as one boundary.
         """
         if not self.by_boundary:
             return {}
-        latest = max(self.by_boundary)
-        if latest == 0 and NETWORK in self.by_boundary:
-            return self._drafted(calibration)
-        found = {
-            token: calibration.chance(latest, rank, said) for rank, (token, said) in enumerate(self.by_boundary[latest])
-        }
-        left = _OVERRULED * max(1 - sum(found.values()), 0.0)
-        for boundary in self.by_boundary.keys() - {latest}:
-            for token, _ in self.by_boundary[boundary]:
-                found.setdefault(token, left)
-        return found
-
-    def _drafted(self, calibration: GuessRecord) -> dict[int, float]:
+        best = max(self.by_boundary, key=calibration.trust)
         found: dict[int, float] = {}
+        others: dict[int, float] = {}
         for boundary, guesses in self.by_boundary.items():
+            of_best = boundary == best or max(boundary, best) <= 0
             for rank, (token, said) in enumerate(guesses):
-                found[token] = max(found.get(token, 0.0), calibration.chance(boundary, rank, said))
-        return found
+                chances = found if of_best else others
+                chances[token] = max(chances.get(token, 0.0), calibration.chance(boundary, rank, said))
+        left = max(1 - sum(found.values()), 0.0)
+        return {
+            token: max(found[token], others.get(token, 0.0)) if token in found else min(others[token], left)
+            for token in found | others
+        }
 
     def first_boundary(self, token: int) -> int | None:
         """The first boundary that named the token; None if none did."""

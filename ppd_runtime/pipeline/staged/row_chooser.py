@@ -22,7 +22,8 @@ T = TypeVar("T")
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
 _NEARLY = 0.5  # of the likeliest candidate's chance: a network is asked behind both at once, which reads it once
 _MOST_STATES = 256  # of tokens that a network has not followed yet
-_LEAST_CHANCE = 0.02  # least chance of a path that gets a row
+_LEAST_CHANCE = 0.02  # least chance of a path that gets a row …
+_LEAST_OF_FREE = 0.005  # … where further rows cost nothing
 
 
 class _Candidate:
@@ -68,12 +69,14 @@ class RowChooser:
         self._drafters: list[Drafter[Any]] = [OwnText()] if repetitions else []
         if earlier is not None:
             self._drafters.append(FromEarlierTexts(earlier))
+        self._least_chance = _LEAST_CHANCE if row_cost else _LEAST_OF_FREE
         self._followed = 0  # certain tokens that the drafters know
         self._network, self._states = network, dict[int, Tensor]()
         self._heard = 1  # position of the first token that the network does not know; it begins with the second one
         self._most_states = _MOST_STATES + len(tree.history)
         if network is not None:
             network.forget()
+        self._drafted = tree.root  # the newest certain token for which the network has spoken
 
     def next_is_certain(self) -> bool:
         """Whether a certain token waits for its pass."""
@@ -91,6 +94,7 @@ class RowChooser:
             if self.tree.is_newest(chosen[0]):
                 waiting = self._candidates_behind(chosen[0], 1.0)
         else:
+            self._draft_again()
             waiting = self._candidates()
         if self.only_chains:
             waiting = sorted(waiting)[:1]
@@ -164,6 +168,7 @@ class RowChooser:
             return
         paths, texts = [self.tree.guessed(node) for node in doubtful], [self.tree.text(node) for node in doubtful]
         for node, guesses in zip(doubtful, network.guesses(paths, texts), strict=True):
+            self._drafted = node if node.is_certain else self._drafted
             self.name(node, NETWORK, guesses)
 
     def _name_repetitions(self, node: Node) -> float:
@@ -177,6 +182,13 @@ class RowChooser:
         if likeliest:
             self.name(node, 0, [(draft.token, draft.said) for draft in likeliest])
         return likeliest[0].said if likeliest else 0.0
+
+    def _draft_again(self) -> None:
+        """Have the network name what follows the newest certain token, which was a guess when it entered."""
+        root = self.tree.root
+        if self._network is not None and root is not self._drafted:
+            self._drafted = root
+            self.name_drafts(root)
 
     def forget_dropped(self) -> None:
         """Forget what was named to follow nodes that are gone."""
@@ -231,7 +243,7 @@ class RowChooser:
         found: list[_Candidate] = []
         for token, own in successors.chances(self.calibration).items():
             if (child := node.children.get(token)) is None:
-                if chance * own >= _LEAST_CHANCE:
+                if chance * own >= self._least_chance:
                     found.append(_Candidate(chance * own, node, token))
             elif of_children is not None:
                 of_children[child.number] = chance * own
