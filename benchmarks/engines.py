@@ -37,7 +37,7 @@ class Task:
 
 
 class Ours:
-    """This project's ordinary decoding, or its stages."""
+    """This project's ordinary decoding, its stages, or the layout that it chooses."""
 
     def __init__(self, task: Task) -> None:
         from ppd_runtime import OrdinaryDecoding, PPDRuntime
@@ -48,6 +48,8 @@ class Ours:
             settings["weights"] = task.weights
         if task.engine == STAGES:
             self._decoding: Any = PPDRuntime(task.model, stages=task.threads, launcher="processes", **settings)
+        elif task.engine == AUTO:
+            self._decoding = PPDRuntime(task.model, layout="auto", draft_memory_mb=0, **settings)
         else:
             self._decoding = OrdinaryDecoding(task.model, threads=task.threads, **settings)
 
@@ -123,15 +125,47 @@ class LlamaCpp:
         return tokens[len(prompt) :], _time_per_token(times, num_tokens)
 
 
+class LlamaCppLookup:
+    """llama.cpp's own speculation: prompt lookup of the Python package, with what that advises on CPUs."""
+
+    def __init__(self, task: Task) -> None:
+        llama_cpp()
+        from llama_cpp import Llama
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        path = gguf_file(Path(task.model), task.weights, Path(task.folder))
+        self._llama = Llama(
+            str(path),
+            n_ctx=task.context + _LOOKED_UP + 1,
+            n_threads=task.threads,
+            n_threads_batch=task.threads,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_LOOKED_UP),
+            verbose=False,
+        )
+
+    def generate(self, prompt: list[int], num_tokens: int) -> Answer:
+        """As `Ours.generate`."""
+        tokens, times = [], []
+        for token in self._llama.generate(prompt, temp=0.0, reset=True):
+            tokens.append(int(token))
+            times.append(time.perf_counter())
+            if len(tokens) == num_tokens:
+                break
+        return tokens, _time_per_token(times, num_tokens)
+
+
+_LOOKED_UP = 2  # tokens behind a match
 _START_S, _ANSWER_S, _END_S = 900.0, 600.0, 10.0
 _ENGINE: Any = None
-EAGER, COMPILED, STAGES = "ours-eager", "ours-compiled", "ours-stages"
+EAGER, COMPILED, STAGES, AUTO = "ours-eager", "ours-compiled", "ours-stages", "ours-auto"
+LLAMA_CPP, LOOKUP = "llama.cpp", "llama.cpp-lookup"
 FILE = "the file's"
 """The formats that a GGUF file's matrices have."""
 ENGINES: Mapping[str, Callable[[Task], Any]] = {
-    **dict.fromkeys((EAGER, COMPILED, STAGES), Ours),
+    **dict.fromkeys((EAGER, COMPILED, STAGES, AUTO), Ours),
     "transformers": Transformers,
-    "llama.cpp": LlamaCpp,
+    LLAMA_CPP: LlamaCpp,
+    LOOKUP: LlamaCppLookup,
 }
 """How each is opened; llama.cpp comes with the extra `peers`."""
 

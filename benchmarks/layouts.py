@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.emulated import cores_awake, slow_links, socket_folder, woken_at_once
-from benchmarks.models import MODEL_HELP, model_folder
+from benchmarks.models import MODEL_HELP, model_folder, untrained_drafter
 from benchmarks.recording import Figures, new_parser, positive, run, share, table_of
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model.staged import GPT_FAST_ALL_REDUCE_MS
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> Figures:
             stack.enter_context(woken_at_once())
             stack.enter_context(cores_awake())
         model = stack.enter_context(model_folder(options.model))
-        ordinary = stack.enter_context(OrdinaryDecoding(model, **place))
+        ordinary = stack.enter_context(OrdinaryDecoding(model, threads=options.threads, **place))
         prompts = _prompts(ordinary, options)
         rows = [_row(layout, model, place, ordinary, prompts, options) for layout in options.layouts.split(",")]
     about = {name: getattr(options, name) for name in ("model", "weights", "emulate_layer_ms", "hop_ms", "tokens")}
@@ -73,13 +73,15 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def settings_of(layout: str) -> dict[str, Any]:
-    """Settings by name of a text such as "stages=2;rows=4;repetitions=no"."""
+    """Settings by name of a text such as "stages=2;rows=4;repetitions=no"; cuts=7+15 are two cuts."""
     found: dict[str, Any] = {}
     for part in layout.split(";"):
         name, equals, value = part.strip().partition("=")
         if not equals or not value:
             raise ValueError(f"--layouts {layout}: give settings such as stages=2 or k=3;workers=1")
         found[name] = {"yes": True, "no": False}.get(value, int(value) if value.isdecimal() else value)
+    if isinstance(cuts := found.get("cuts"), str):
+        found["cuts"] = cuts.replace("+", ",")
     return found
 
 
@@ -114,10 +116,13 @@ def _row(
 ) -> Figures:
     params = SamplingParams(options.tokens, temperature=options.temperature, seed=1, ignore_eos=True)
     settings = settings_of(layout) | place
-    if options.match_rate is not None:
-        texts = tuple((*ids, *ordinary.generate(ids, params).token_ids) for ids in prompts)
-        settings["exit_head"] = OracleHead(texts, options.match_rate, ordinary.info.vocab_size)
-    with _opened(model, settings, ordinary, options.hop_ms) as way:
+    with contextlib.ExitStack() as stack:
+        if options.match_rate is not None and settings.get("stages") != 1:
+            texts = tuple((*ids, *ordinary.generate(ids, params).token_ids) for ids in prompts)
+            settings["exit_head"] = OracleHead(texts, options.match_rate, ordinary.info.vocab_size)
+        if options.match_rate is not None and settings.keys() & {"stages", "cuts"}:
+            settings["drafter"] = stack.enter_context(untrained_drafter(ordinary.info))
+        way = stack.enter_context(_opened(model, settings, ordinary, options.hop_ms))
         found = beside_ordinary(layout, way, ordinary, prompts, params, rounds=options.rounds)
     return {"layout": layout, **_figures(layout, found, len(prompts))}
 
@@ -134,9 +139,11 @@ def _opened(model: str, settings: dict[str, Any], ordinary: OrdinaryDecoding, ho
             yield parallel
         return
     own = without_earlier_texts(settings)  # each prompt comes several times
+    if "layout" not in own:
+        own = {"launcher": "processes"} | own
     known, guessing_times.noted = guessing_times.noted, lambda *_: ()
     try:
-        with socket_folder() as folder, PPDRuntime(model, **{"launcher": "processes"} | own) as runtime:
+        with socket_folder() as folder, PPDRuntime(model, **own) as runtime:
             if hop_ms:
                 slow_links(folder, hop_ms / 1000)
             yield runtime
@@ -156,6 +163,7 @@ def _figures(layout: str, found: Comparison, num_prompts: int) -> Figures:
         "slowest_prompt": max(map(statistics.median, by_prompt)),
         "first_request": _ratios([Pair(found.first[BASELINE], found.first[layout])])[0],
         "match_rate": _match_rate(stats[1]),
+        "first_boundary": _first_boundary(stats[1]),
         "predicted": 1 / allowed if allowed else None,
         "realised_saving": saving_share(speedup.median, allowed) if speedup else None,
         "identical": summary.equal_texts == 1,
@@ -170,11 +178,16 @@ def _ratios(pairs: Sequence[Pair]) -> list[float]:
 
 def _match_rate(stats: Sequence[Stats]) -> float | None:
     """The share of tokens that were guessed right."""
-    first = [sum(counts) for counts in zip(*(one.first_boundary for one in stats if one.first_boundary), strict=True)]
-    if told := sum(first):
-        return 1 - first[-1] / told
+    if first := _first_boundary(stats):
+        return 1 - first[-1]
     rates = [one.match_rate for one in stats if one.asked and one.match_rate is not None]
     return statistics.mean(rates) if rates else None
+
+
+def _first_boundary(stats: Sequence[Stats]) -> list[float]:
+    """The shares of tokens that each boundary was the first to name, and last of those that none named."""
+    counts = [sum(of) for of in zip(*(one.first_boundary for one in stats if one.first_boundary), strict=True)]
+    return [count / sum(counts) for count in counts] if sum(counts) else []
 
 
 def mean_ledger_ms(stats: Sequence[Stats]) -> dict[str, float]:
@@ -189,10 +202,17 @@ def table(figures: Figures) -> str:
     devices = f", EMULATED devices of {emulated:g} ms a layer" if emulated is not None else ""
     devices += f", {figures['hop_ms']:g} ms more a hop" if figures["hop_ms"] else ""
     rows = [{**row, "ordinary": row["ms"][0], "own": row["ms"][1]} for row in figures["rows"]]
+    for row in rows:
+        row["named"] = ", ".join(f"{named:.2f}" for named in row["first_boundary"])
     heads = {"layout": f"layout, {figures['model']}{devices}", "ordinary": "ordinary, ms a token"}
     heads |= {"own": "layout, ms a token", "ratios": "ratio (quartiles)", "slowest_prompt": "slowest prompt"}
-    heads |= {"first_request": "first request", "match_rate": "match rate", "predicted": "Theorem 4.1"}
-    heads |= {"realised_saving": "realised saving", "identical": "tokens identical"}
+    heads |= {
+        "first_request": "first request",
+        "match_rate": "match rate",
+        "named": "of each boundary",
+        "predicted": "Theorem 4.1",
+    }
+    heads |= {"predicted": "Theorem 4.1", "realised_saving": "realised saving", "identical": "tokens identical"}
     ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
     ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
     columns = ["where a token's time went, ms, mean" + ", EMULATED devices" * (emulated is not None)]
@@ -208,6 +228,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--layouts", default="stages=2,k=1,k=3", help="with commas, settings of one with semicolons")
     found.add_argument("--weights", choices=["int8", "int4"])
     found.add_argument("--dtype", default="auto")
+    found.add_argument("--threads", type=positive, default=1, help="of ordinary decoding beside the layouts")
     found.add_argument("--eager", action="store_true", help="without compiled code, in ordinary decoding too")
     found.add_argument(
         "--prompts", default="demo", help=f"JSON lines with a prompt each, demo, {REPEATING}, {HELD_OUT}"
@@ -216,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt")
     found.add_argument("--temperature", type=float, default=0.0)
     found.add_argument("--rounds", type=positive, default=1, help="of all prompts, behind the first request")
-    found.add_argument("--match-rate", type=share, help="exit heads that are right with this probability")
+    found.add_argument("--match-rate", type=share, help="heads that are right with this probability, no drafter")
     found.add_argument("--never-right", dest="match_rate", action="store_const", const=0.0, help="--match-rate 0")
     found.add_argument("--emulate-layer-ms", type=float, help="devices that take so long for a layer")
     found.add_argument("--row-cost", type=float, default=0.0, help="of a further row on such a device, as a share")

@@ -12,9 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.peer_files import converted_file, gguf_file
-from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.hub import DEMO
 from ppd_runtime.models.checkpoint.packages import SMOLLM2, packaged_file
+from ppd_runtime.models.trained.drafter import DrafterNetwork, save_drafter
+from ppd_runtime.models.trained.kept_heads import kept_drafter
+from ppd_runtime.settings.config import NONE
 
 _RANDOM = "random:"
 _HEAD_DIM = 64
@@ -62,6 +65,20 @@ def _random_folder(name: str, folder: Path) -> Path:
     for file in describe(DEMO).folder.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
+
+
+@contextlib.contextmanager
+def untrained_drafter(info: ModelInfo) -> Iterator[str]:
+    """A drafter of random numbers, which is never right, in the place of the one that is kept for a model; the setting
+    for it. "none" where none is kept.
+    """
+    kept = kept_drafter(info)
+    if kept is None:
+        yield NONE
+        return
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="ppd-drafter-") as folder:
+        yield str(save_drafter(Path(folder, kept.NAME), DrafterNetwork(kept.hidden_size), kept, {}).folder)
 
 
 def random_config(shape: str) -> LlamaConfig:

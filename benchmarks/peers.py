@@ -26,10 +26,11 @@ from threading import Barrier
 
 import torch
 
-from benchmarks.engines import COMPILED, EAGER, ENGINES, FILE, STAGES, EngineProcess, Task
+from benchmarks.engines import AUTO, COMPILED, EAGER, ENGINES, FILE, LLAMA_CPP, LOOKUP, STAGES, EngineProcess, Task
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, names, new_parser, positive, run, table_of, whole_numbers
 from ppd_runtime.launch.cpu_affinity import on_cores
+from ppd_runtime.methods.chat import chat_text, has_template
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import cpu_threads
@@ -53,13 +54,14 @@ _OF_ENGINE: Mapping[str, Sequence[str]] = {
     EAGER: ("float32", "int8", "int4"),
     COMPILED: ("bfloat16", "int8", "int4"),
     STAGES: ("bfloat16", "int8", "int4"),
+    AUTO: ("bfloat16", "int8", "int4"),
     "transformers": ("float32",),
-    "llama.cpp": ("bfloat16", "int8", "int4"),
+    LLAMA_CPP: ("bfloat16", "int8", "int4"),
+    LOOKUP: ("bfloat16", "int8", "int4"),
 }
-_OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, "llama.cpp"), (FILE,))
+_OF_FILES: Mapping[str, Sequence[str]] = dict.fromkeys((EAGER, COMPILED, STAGES, AUTO, LLAMA_CPP, LOOKUP), (FILE,))
 """Which engines read a GGUF file."""
 PROMPTS = ("def read_lines(path):", "class Reader:", "    def __init__(self, name, value=None):")
-_MOST_PROMPT = 256  # tokens
 _PAUSE_S = 0.25
 """Between two engines' turns: threads that wait spin for as long as 0.2 s."""
 
@@ -87,14 +89,17 @@ def measure(options: argparse.Namespace) -> Figures:
 def _measure(options: argparse.Namespace, model: Path, info: ModelInfo, engines: Sequence[str], folder: str) -> Figures:
     tokenizer, formats = load_tokenizer(info), _OF_FILES if model.is_file() else _OF_ENGINE
     texts = [one.text for one in read_prompts(options.prompts, options.limit)] if options.prompts else PROMPTS
-    prompts = [list(tokenizer.encode(prompt))[:_MOST_PROMPT] for prompt in texts[: options.limit]]
+    is_chat = bool(options.prompts) and has_template(tokenizer, None)
+    if is_chat:
+        texts = [chat_text([{"role": "user", "content": text}], tokenizer, None, {}) for text in texts]
+    prompts = [list(tokenizer.encode(text, add_special_tokens=not is_chat)) for text in texts[: options.limit]]
     context = max(map(len, prompts)) + options.tokens
     tasks = [
         Task(engine, weights, threads, str(model), folder, context)
         for threads in options.threads
         for engine in engines
         for weights in formats[engine]
-        if threads > 1 or engine != STAGES
+        if threads > 1 or engine not in (STAGES, AUTO)
     ]
     with contextlib.ExitStack() as stack:
         ways, sizes = {}, {}
@@ -212,7 +217,7 @@ def parser(doc: str | None = __doc__) -> argparse.ArgumentParser:
     )
     options.add_argument("--threads", type=whole_numbers, default=[1, 2], help="of each engine, with commas")
     options.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt, two at least")
-    options.add_argument("--prompts", help="JSON lines with a prompt each; default: three of code")
+    options.add_argument("--prompts", help="JSON lines with a prompt each, for chats; default: three of code")
     options.add_argument("--limit", type=positive, default=3, help="prompts")
     options.add_argument("--rounds", type=positive, default=5)
     return options

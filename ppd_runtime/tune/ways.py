@@ -73,9 +73,10 @@ def beside_ordinary(
     rounds: int = 1,
     seconds: float | None = None,
 ) -> Comparison:
-    """Compare one way with ordinary decoding, which stays on the main process's core: both run alike."""
-    core = core_beside(generator if isinstance(generator, PPDRuntime) else ordinary)
-    ways = [own_way(BASELINE, ordinary, core), own_way(name, generator)]
+    """Compare one way with ordinary decoding, which stays on the main process's cores unless it has more threads."""
+    cores = core_beside(generator if isinstance(generator, PPDRuntime) else ordinary)
+    fits = len(cores) >= ordinary.config.threads_per_worker
+    ways = [own_way(BASELINE, ordinary, cores if fits else ()), own_way(name, generator)]
     probed = _cores_of(generator) if seconds is not None and ordinary.stage.device.type == "cpu" else ()
     return compare(ways, prompts, params, rounds=rounds, seconds=seconds, probed=probed)
 
