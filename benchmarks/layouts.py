@@ -3,6 +3,7 @@
     python -m benchmarks.layouts --model smollm2 --json figures.json
     python -m benchmarks.layouts --eager --layouts "k=1;speculation=always,stages=2,threads=2"
     python -m benchmarks.layouts --model random:300m --weights int8 --layouts stages=2 --never-right
+    python -m benchmarks.layouts --model smollm2:Q8_0 --prompts edits --tokens 400 --layouts stages=1
     python -m benchmarks.layouts --layouts "k=3,stages=4;rows=8,threads=4" --emulate-layer-ms 3 --hop-ms 5
 
 A layout is settings of `PPDRuntime`, with semicolons between them. threads=N is ordinary decoding with N threads, which
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.edits import edit_prompts, quoted
 from benchmarks.emulated import cores_awake, slow_links, socket_folder, woken_at_once
 from benchmarks.models import MODEL_HELP, model_folder, untrained_drafter
 from benchmarks.recording import Figures, new_parser, positive, run, share, table_of
@@ -47,7 +49,7 @@ from ppd_runtime.tune.subject import message_ids
 from ppd_runtime.tune.tables import markdown_table
 from ppd_runtime.tune.ways import Generator, beside_ordinary
 
-REPEATING, HELD_OUT = "repeating", "held-out"
+EDITS, REPEATING, HELD_OUT = "edits", "repeating", "held-out"
 _REPEATING_FILE = Path(__file__).with_name("repeating_prompts.jsonl")
 _CHARACTERS = 600  # of a held-out passage
 
@@ -80,12 +82,14 @@ def settings_of(layout: str) -> dict[str, Any]:
         if not equals or not value:
             raise ValueError(f"--layouts {layout}: give settings such as stages=2 or k=3;workers=1")
         found[name] = {"yes": True, "no": False}.get(value, int(value) if value.isdecimal() else value)
-    if isinstance(cuts := found.get("cuts"), str):
-        found["cuts"] = cuts.replace("+", ",")
+    if "cuts" in found:
+        found["cuts"] = str(found["cuts"]).replace("+", ",")
     return found
 
 
 def _prompts(ordinary: OrdinaryDecoding, options: argparse.Namespace) -> list[list[int]]:
+    if options.prompts == EDITS:
+        return edit_prompts(ordinary)
     if options.prompts == HELD_OUT:
         texts = held_out(options.limit)
     else:
@@ -124,7 +128,9 @@ def _row(
             settings["drafter"] = stack.enter_context(untrained_drafter(ordinary.info))
         way = stack.enter_context(_opened(model, settings, ordinary, options.hop_ms))
         found = beside_ordinary(layout, way, ordinary, prompts, params, rounds=options.rounds)
-    return {"layout": layout, **_figures(layout, found, len(prompts))}
+    is_edit = options.prompts == EDITS
+    shares = [quoted(prompts[place], texts[BASELINE].token_ids) for place, texts in found.turns if is_edit]
+    return {"layout": layout, "quoted": shares, **_figures(layout, found, len(prompts))}
 
 
 @contextlib.contextmanager
@@ -206,12 +212,8 @@ def table(figures: Figures) -> str:
         row["named"] = ", ".join(f"{named:.2f}" for named in row["first_boundary"])
     heads = {"layout": f"layout, {figures['model']}{devices}", "ordinary": "ordinary, ms a token"}
     heads |= {"own": "layout, ms a token", "ratios": "ratio (quartiles)", "slowest_prompt": "slowest prompt"}
-    heads |= {
-        "first_request": "first request",
-        "match_rate": "match rate",
-        "named": "of each boundary",
-        "predicted": "Theorem 4.1",
-    }
+    heads |= {"first_request": "first request", "match_rate": "match rate", "named": "first named by boundary"}
+    heads |= {"quoted": "of the answer in the prompt"}
     heads |= {"predicted": "Theorem 4.1", "realised_saving": "realised saving", "identical": "tokens identical"}
     ledgers = {"ordinary decoding": figures["rows"][0]["ledgers_ms"][0]}
     ledgers |= {row["layout"]: row["ledgers_ms"][1] for row in figures["rows"]}
@@ -231,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--threads", type=positive, default=1, help="of ordinary decoding beside the layouts")
     found.add_argument("--eager", action="store_true", help="without compiled code, in ordinary decoding too")
     found.add_argument(
-        "--prompts", default="demo", help=f"JSON lines with a prompt each, demo, {REPEATING}, {HELD_OUT}"
+        "--prompts", default="demo", help=f"JSON lines with a prompt each, demo, {EDITS}, {REPEATING}, {HELD_OUT}"
     )
     found.add_argument("--limit", type=positive, default=12, help="prompts")
     found.add_argument("--tokens", type=positive, default=64, help="new tokens for each prompt")

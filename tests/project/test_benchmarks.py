@@ -14,7 +14,7 @@ import torch
 from heads_for_tests import write_texts
 from transformers import AutoModelForCausalLM
 
-from benchmarks import decode, faults, hop, layouts, peers, serving, startup
+from benchmarks import decode, edits, faults, hop, layouts, peers, serving, startup
 from benchmarks.__main__ import PLAN
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.models import model_folder, random_config
@@ -123,12 +123,26 @@ def test_an_emulation_says_so_in_its_table():
     ledgers = [layouts.mean_ledger_ms(stats)] * 2
     names = ("slowest_prompt", "first_request", "match_rate", "predicted", "realised_saving")
     row = {"layout": "k=3", "ms": [2.0, 1.0], "ratios": [0.4, 0.5, 0.6], "identical": True, "ledgers_ms": ledgers}
+    row |= {"first_boundary": [0.75, 0.25], "quoted": []}
     figures = {"model": "demo", "emulate_layer_ms": 3.0, "hop_ms": 0.0, "rows": [row | dict.fromkeys(names, 0.5)]}
     shown = layouts.table(figures)
     assert "EMULATED devices of 3 ms a layer" in shown
     assert "mean, EMULATED devices" in shown
+    assert "| 0.75, 0.25 |" in shown
     assert "| k=3 | 2.000 | 1.000 | 0.000 | 0.000 | 0.000 | 3.000 |" in shown
     assert "EMULATED" not in layouts.table(figures | {"emulate_layer_ms": None})
+
+
+def test_cuts_of_a_layout():
+    assert layouts.settings_of("stages=3;cuts=7+15") == {"stages": 3, "cuts": "7,15"}
+    assert layouts.settings_of("cuts=7") == {"cuts": "7"}
+
+
+def test_an_edit_quotes_its_file():
+    lines = edits.file_lines()
+    assert len({*lines}) == 200 == len(lines)
+    assert edits.quoted([*range(20), 99], [*range(5, 15), 3, 4]) == pytest.approx(10 / 12)
+    assert edits.quoted([1, 2, 3], [1, 2, 3]) == 0, "too few in a row"
 
 
 def test_a_random_model_is_there_for_a_while():
