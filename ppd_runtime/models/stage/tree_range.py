@@ -201,10 +201,10 @@ class TreeRange:
             some = [(stage, part, paths) for (stage, _, paths), part in zip(in_order, parts, strict=True)]
             return self._stage.run_rows(self._parts(some), position, first, last)
 
-        inputs: Any = [given for _, given, _ in in_order]
-        if self._told_layers and isinstance(inputs[0], Tensor):
-            inputs = torch.cat(inputs, dim=1)
-        hidden = self._run_pieces(run, inputs, first, last)
+        joined: Any = [given for _, given, _ in in_order]
+        if self._told_layers and isinstance(joined[0], Tensor):
+            joined = torch.cat(joined, dim=1)
+        hidden = self._run_pieces(run, joined, first, last)
         for stage, _, paths in asked:
             stage.layer_passes += len(paths) * (last - first)
         states = hidden.split(sizes, dim=1)
