@@ -1,10 +1,8 @@
-"""An unfinished training in one file, replaced atomically: weights, optimizer states, finished steps and settings."""
+"""An unfinished training in one file, replaced atomically: weights, optimizer states and finished steps."""
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,18 +11,11 @@ from torch import Tensor, nn
 
 
 class Checkpoint:
-    """The state of a training; `settings` are JSON values that decide its result."""
+    """The state of a training."""
 
-    def __init__(
-        self,
-        path: Path,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._partial = path.with_suffix(".partial")
         self.path, self.model, self.optimizers = path, model, optimizers
-        self._settings = json.loads(json.dumps(settings or {}))
 
     def save(self, step: int) -> None:
         """Write the state after `step` finished steps.
@@ -36,9 +27,8 @@ class Checkpoint:
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        metadata = {"step": str(step), "settings": json.dumps(self._settings)}
         try:
-            save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata=metadata)
+            save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial, metadata={"step": str(step)})
             self._partial.replace(self.path)
         except (SafetensorError, OSError) as error:
             self._partial.unlink(missing_ok=True)
@@ -50,18 +40,14 @@ class Checkpoint:
         """Restore the newest state, if any; returns the number of finished steps.
 
         Raises:
-            ValueError: the file is broken, or its training had other settings.
+            ValueError: the file is broken.
         """
         if not self.path.exists():
             return 0
         with self._readable():
             with safe_open(self.path, "pt") as file:
-                metadata = file.metadata()
-            step, settings = int(metadata["step"]), json.loads(metadata.get("settings", "{}"))
-            tensors = load_file(self.path)
-        self._check(settings)
-        with self._readable():
-            self._restore(tensors)
+                step = int(file.metadata()["step"])
+            self._restore(load_file(self.path))
         return step
 
     @contextlib.contextmanager
@@ -70,14 +56,6 @@ class Checkpoint:
             yield
         except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             raise ValueError(f"{self.path}: no unfinished training ({error}); delete it to begin again") from error
-
-    def _check(self, settings: Mapping[str, Any]) -> None:
-        for name, value in self._settings.items():
-            if settings.get(name) != value:
-                raise ValueError(
-                    f"{self.path} is an unfinished training with {name}={settings.get(name)!r}, not {value!r}: "
-                    "go on with the same settings, or delete it"
-                )
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():

@@ -192,7 +192,7 @@ def training(folder: Path, ordinary: OrdinaryDecoding, tokens: tuple[int, ...]) 
     kept = keep(folder.parent / "states", ordinary, random_texts(40, 60))
     labels = labels_of(kept.choices(), tokens, 300)
     end = model_end(ordinary.stage.model, tokens)
-    return HeadsTraining(end, kept, kept.layers, labels, torch.nonzero(labels >= 0)[:, 0], WorkFolder(folder, {}), {})
+    return HeadsTraining(end, kept, kept.layers, labels, torch.nonzero(labels >= 0)[:, 0], WorkFolder(folder, {}))
 
 
 def test_a_stopped_training_goes_on_where_it_ended(ordinary: OrdinaryDecoding, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path:
     kept = keep(tmp_path / "states", ordinary, texts, (4,))
     covered = labels_of(kept.choices(), tokens, 300) != OUTSIDE
     read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
-    learning = DrafterTraining(model, tokens, kept, covered, read[:2], WorkFolder(tmp_path / "work", {}), {})
+    learning = DrafterTraining(model, tokens, kept, covered, read[:2], WorkFolder(tmp_path / "work", {}))
     learning.begin()
     assert learning.learner.mix.bias.any()
     for parameter in learning.learner.parameters():
@@ -294,7 +294,7 @@ def test_a_drafter_gains_by_its_steps(ordinary: OrdinaryDecoding, tmp_path: Path
     kept = keep(tmp_path / "states", ordinary, texts, (4,))
     covered = torch.ones(kept.num_places, dtype=torch.bool)
     read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
-    learning = DrafterTraining(ordinary.stage.model, tokens, kept, covered, read, WorkFolder(tmp_path / "work", {}), {})
+    learning = DrafterTraining(ordinary.stage.model, tokens, kept, covered, read, WorkFolder(tmp_path / "work", {}))
     losses = list[float]()
     clock = Clock(WorkFolder(tmp_path / "clock", {}), 10.0)
     learning.num_steps = 30

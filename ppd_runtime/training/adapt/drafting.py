@@ -1,8 +1,7 @@
 """Trains a drafter on kept states, over several steps of its own: it learns to go on from what it guessed itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +53,6 @@ class DrafterTraining(TimedTraining):
         covered: `[places]`, whether the shortlist has full depth's choice.
         texts: those to learn from.
         folder: see `TimedTraining`.
-        settings: see `TimedTraining`.
     """
 
     def __init__(
@@ -65,12 +63,11 @@ class DrafterTraining(TimedTraining):
         covered: Tensor,
         texts: Sequence[DraftedText],
         folder: WorkFolder,
-        settings: Mapping[str, Any],
     ) -> None:
         self._final, self._covered, self._texts = kept.states(kept.layers[-1]), covered, texts
         self._embed, self._head = Embedding(model), FinalHead(model_end(model, tokens))
         self._device, self.learner = model.device, DrafterNetwork(model.config.hidden_size).to(model.device)
-        super().__init__("drafter", self.learner, _BATCHES.num_steps(len(texts)), folder, settings, _RATE)
+        super().__init__("drafter", self.learner, _BATCHES.num_steps(len(texts)), folder, _RATE)
 
     def begin(self) -> None:
         """Implements `Training.begin`."""

@@ -1,7 +1,6 @@
 """Exit heads of two kinds for several layers of a model, trained side by side on kept states."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,6 @@ class HeadsTraining(TimedTraining):
         labels: `[places]`, from `labels_of`.
         places: the numbers of those to learn from, whose labels are in the shortlist.
         folder: see `TimedTraining`.
-        settings: see `TimedTraining`.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class HeadsTraining(TimedTraining):
         labels: Tensor,
         places: Tensor,
         folder: WorkFolder,
-        settings: Mapping[str, Any],
     ) -> None:
         self._learners = {(layer, kind): new_head(kind, end) for layer in layers for kind in TRAINED}
         self.heads: dict[int, HeadNetwork] = {}
@@ -71,7 +68,7 @@ class HeadsTraining(TimedTraining):
         self._final_head = FinalHead(end)
         self.num_places = len(places)
         network = nn.ModuleDict({f"{layer}-{kind}": head for (layer, kind), head in self._learners.items()})
-        super().__init__("heads", network, max(_BATCHES.num_steps(len(places)), _LEAST_STEPS), folder, settings)
+        super().__init__("heads", network, max(_BATCHES.num_steps(len(places)), _LEAST_STEPS), folder)
 
     def begin(self) -> None:
         """Implements `Training.begin`: each head is the affine map into the last layer's states, if these are kept."""

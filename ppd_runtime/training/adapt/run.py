@@ -163,7 +163,7 @@ class _Adaptation:
         held_out = torch.tensor([self._sources[text.source].held_out for text in kept.texts() for _ in text.places])
         learnt = torch.nonzero(~held_out & (labels != OUTSIDE))[:, 0]
         end = model_end(model, tokens)
-        training = HeadsTraining(end, kept, self._layers, labels, learnt, self._folder, self._about)
+        training = HeadsTraining(end, kept, self._layers, labels, learnt, self._folder)
         training.run(self._clock, _TRAINED_BEFORE_DRAFTER if self._settings.drafter else _TRAINED, self._tell)
         numbers = weight_bytes(info, 0, info.num_layers, torch.float32) // torch.float32.itemsize
         training.choose(torch.nonzero(held_out)[:, 0], numbers)
@@ -181,7 +181,7 @@ class _Adaptation:
         read = self._read(kept, texts, held_out=False)
         learnt = [_drafted(*both) for both in read if len(both[1].places) > OWN_STEPS]
         model, covers = self._ordinary.stage.model, labels != OUTSIDE
-        training = DrafterTraining(model, tokens, kept, covers, learnt, self._folder, self._about)
+        training = DrafterTraining(model, tokens, kept, covers, learnt, self._folder)
         training.run(self._clock, _TRAINED, self._tell)
         return training
 

@@ -1,8 +1,8 @@
 """A training that takes the time that it is given, and goes on where a stopped one ended."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ class TimedTraining(Training):
         network: what learns; parameters that need no gradient stay as they are.
         num_steps: steps at the most.
         folder: keeps an unfinished training.
-        settings: JSON values that decide the result.
         rate: the greatest learning rate.
     """
 
@@ -47,13 +46,12 @@ class TimedTraining(Training):
         network: nn.Module,
         num_steps: int,
         folder: WorkFolder,
-        settings: Mapping[str, Any],
         rate: float = 1e-3,
     ) -> None:
         self._rate = rate
         super().__init__(network, num_steps)
         self._name = name
-        self._checkpoint = Checkpoint(folder / f"{name}.safetensors", network, [self.optimizer], settings)
+        self._checkpoint = Checkpoint(folder / f"{name}.safetensors", network, [self.optimizer])
         self._began_file = folder / f"{name}-began.json"
 
     def run(self, clock: Clock, share: float, progress: Progress) -> None:
