@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
 """Files that `ppd quantize` writes: the description of the weights, and the weights."""
@@ -69,7 +71,18 @@ def layer_number(tensor_name: str) -> int:
 
 
 def model_config(folder: Path) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks at the terminal
+    """The configuration of a folder's text model."""
+    return text_part(AutoConfig.from_pretrained(folder, trust_remote_code=False))  # else transformers asks
+
+
+def text_names_in(folder: Path) -> Callable[[str], str | None]:
+    """See `text_names`."""
+    return text_names(model_type(folder))
+
+
+def model_type(folder: Path) -> str:
+    """The kind of model, which may be a wrapper, as config.json names it."""
+    return str(read_json(folder / "config.json").get("model_type", ""))
 
 
 def heavy_length(folder: Path, dtype: torch.dtype) -> float:

@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.config import (
     eos_token_ids_of,
     model_config,
     skeleton_of,
+    text_names_in,
     weight_files,
 )
 from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
@@ -117,11 +118,13 @@ def _check_weights(model: str, name: str, folder: Path) -> None:
 
 def _look_into_files(folder: Path) -> tuple[int, str | None]:
     """The number of layers in the weight files, and a weight stored as whole numbers, if there is one."""
-    layers, found = 0, None
+    layers, found, text_name = 0, None, text_names_in(folder)
     for path in weight_files(folder):
         with contextlib.suppress(SafetensorError, OSError), safe_open(path, "pt") as file:  # loading reports it
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                if number := _LAYER.search(name):
+                if (of_text := text_name(name)) is None:
+                    continue
+                if number := _LAYER.search(of_text):
                     layers = max(layers, 1 + int(number[1]))
                 if name.endswith(".weight") and (stored := file.get_slice(name).get_dtype()) in _WHOLE_NUMBERS:
                     found = found or f"{path.name} stores {name} as {stored}"

@@ -17,7 +17,9 @@ from ppd_runtime.models.checkpoint.config import (
     first_layers_config,
     layer_number,
     model_config,
+    model_type,
     skeleton_of,
+    text_names_in,
     weight_files,
 )
 from ppd_runtime.models.checkpoint.description import ModelInfo
@@ -25,6 +27,7 @@ from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
+from ppd_runtime.models.checkpoint.wrappers import text_tensor
 from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
 from ppd_runtime.models.stage.library_probe import embedding_scale
@@ -200,7 +203,7 @@ def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
     copies, name_in_model = bfloat16_copies(info), names_in_model(info)
     wanted = _wanted(name_in_model, 0, last)
     tensors = [pair for path, copy in copies.items() for pair in _some_tensors(path, copy, wanted)]
-    return {name_in_model(name): tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
+    return {name_in_model(name) or name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
 
 
 def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
@@ -220,9 +223,11 @@ def _read_tensors(
     """The unpacked tensors of layers `first` to `last`, in `dtype` if copies are kept, else as they are stored."""
     tensors = dict[str, Tensor]()
     copies, wanted = weight_copies(info, dtype) if dtype else {}, _wanted(names_in_model(info), first, last, packed)
+    text_name, kind, size = text_names_in(info.folder), model_type(info.folder), model_config(info.folder).hidden_size
     for path in weight_files(info.folder):
         try:
-            tensors |= _some_tensors(path, copies.get(path), wanted)
+            found = _some_tensors(path, copies.get(path), wanted)
+            tensors |= {text_name(name) or name: text_tensor(kind, name, tensor, size) for name, tensor in found}
         except (SafetensorError, OSError) as error:
             reason = f"{path.name} cannot be read: {one_line(error)}"
             raise ValueError(f"model {info.name!r}: {reason}; {AGAIN}") from error
@@ -233,16 +238,18 @@ def _in_order(info: ModelInfo, names: Iterable[str]) -> list[str]:
     """A file's tensors in the order in which a pass reads them; unread ones come last."""
     name_in_model, model = names_in_model(info), skeleton_of(model_config(info.folder), info.num_layers)
     places = {name: place for place, name in enumerate(model.state_dict())}
-    return sorted(names, key=lambda name: places.get(name_in_model(name), len(places)))
+    return sorted(names, key=lambda name: places.get(name_in_model(name) or "", len(places)))
 
 
 def _wanted(
-    name_in_model: Callable[[str], str], first: int, last: int, packed: Container[str] = ()
+    name_in_model: Callable[[str], str | None], first: int, last: int, packed: Container[str] = ()
 ) -> Callable[[str], bool]:
     """Tells by a tensor's name in a file whether it is unpacked and in these layers or in none."""
 
     def is_wanted(name: str) -> bool:
-        number = layer_number(found := name_in_model(name))
+        if (found := name_in_model(name)) is None:
+            return False
+        number = layer_number(found)
         return number < last and not 0 <= number < first and found not in packed
 
     return is_wanted

@@ -179,7 +179,9 @@ class PackedModel(contextlib.ExitStack):
                 file = opened.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise self._unusable(f"{path.name} cannot be read: {one_line(error)}") from error
-            places |= {name_in_model(name): _Place(file, name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if found := name_in_model(name):
+                    places[found] = _Place(file, name)
         return places
 
     def _matrix(self, places: dict[str, _Place], name: str, at: str, shape: Iterable[int]) -> _Source:
