@@ -104,14 +104,14 @@ def vary(model: PreTrainedModel) -> None:
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
     if model.config.tie_word_embeddings:
-        model.model.embed_tokens.weight.mul_(0.1)
-        model.model.norm.weight.add_(9)
+        model.get_input_embeddings().weight.mul_(0.1)
+        model.get_decoder().norm.weight.add_(9)
 
 
 @torch.no_grad()
 def quieten(model: PreTrainedModel, first: int) -> None:
     """Have the layers from `first` on (counted from 0) change little, so that earlier ones often predict the token."""
-    for layer in model.model.layers[first:]:
+    for layer in model.get_decoder().layers[first:]:
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and _LAST_PRODUCT.search(name):
                 parameter.mul_(0.2)

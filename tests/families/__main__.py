@@ -11,6 +11,7 @@ from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
 
 _HEAD = """# Families
 
@@ -22,6 +23,12 @@ in float32. `make test` tries one layout and one method for each model, one of t
 `make nightly` tries all layouts and methods, with more prompts, and layouts in bfloat16.
 [exactness.md](exactness.md) says how windows and rotary tables are found.
 """
+_WRAPPERS = """
+## Text models of models that read pictures
+
+The text model of these runs by itself. Messages with pictures are refused.
+
+{families}"""
 _NEXT = """
 ## What to read next
 
@@ -43,12 +50,15 @@ def page(why_refused: Callable[[Specimen], str], why_without: Callable[[Specimen
     """The guide's page, whose second column is what these functions say."""
     supported = [f"| `{family}` | {why_without(Specimen(family))} |" for family in SUPPORTED]
     others = [
-        f"| `{family}` | {why_refused(Specimen(family))} |" for family in every_family() if family not in SUPPORTED
+        f"| `{family}` | {why_refused(Specimen(family))} |"
+        for family in every_family()
+        if family not in (*SUPPORTED, *WRAPPERS)
     ]
     lines = [
         _HEAD.format(version=transformers.__version__),
         "## Supported\n\n| model type | methods that it is refused for |\n|---|---|",
         *supported,
+        _WRAPPERS.format(families=", ".join(f"`{family}`" for family in WRAPPERS)),
         "\n## Special configurations\n",
         *(f"- {specimen.name}" for specimen in SPECIAL),
         "\n## Refused, or not tried\n\n| model type | why |\n|---|---|",

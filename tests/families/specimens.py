@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from models_for_tests import END_ID, VOCAB_SIZE, quieten, vary
@@ -10,10 +10,13 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
 
 NUM_LAYERS = 4
 MOST_POSITIONS = 128
@@ -65,9 +68,14 @@ SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
 
 
+_HEADS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "tied head": {"tie_word_embeddings": True}}
+
+
 @dataclass(frozen=True)
 class Specimen:
     """A model to be made: a model type with settings over the common small shape."""
+
+    _AUTO: ClassVar[type] = AutoModelForCausalLM
 
     family: str
     kind: str = "plain"
@@ -98,15 +106,51 @@ class Specimen:
         """The model, its later layers quiet enough for earlier ones to predict many of its tokens."""
         config = self.config()
         with torch.device("meta"):
-            size = AutoModelForCausalLM.from_config(config).num_parameters()
+            size = self._AUTO.from_config(config).num_parameters()
         if size > _MOST_PARAMETERS:
             raise ValueError(f"{self.family}: the common shape does not make it small, it has {size} parameters")
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = self._AUTO.from_config(config, dtype=torch.float32).eval()
         vary(model)
-        quieten(model, config.num_hidden_layers // 2)
+        quieten(model, config.get_text_config(decoder=True).num_hidden_layers // 2)
         model.generation_config = GenerationConfig(pad_token_id=END_ID)
         return model
+
+
+class Wrapper(Specimen):
+    """A model that also reads pictures, around a small text model."""
+
+    _AUTO = AutoModelForImageTextToText
+
+    def config(self) -> PretrainedConfig:
+        """See `Specimen.config`; the settings are the text model's, but whether its head is tied."""
+        usual = CONFIG_MAPPING[self.family]()
+        text, fields = usual.get_text_config(decoder=True), usual.to_dict()
+        (name,) = (name for name, value in vars(usual).items() if value is text)
+        known = {name: value for name, value in {**_SHAPE, **_EXPERTS}.items() if _has(type(text), name)}
+        tied = self.settings.get("tie_word_embeddings", False)
+        fields["tie_word_embeddings"] = fields[name]["tie_word_embeddings"] = tied
+        fields[name] |= known | self.settings
+        if kinds := fields[name].get("layer_types"):
+            fields[name]["layer_types"] = kinds[:NUM_LAYERS]
+        if self.family.startswith("qwen"):
+            fields[name]["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
+        for part in (value for other, value in fields.items() if other != name and other.endswith("config")):
+            part |= {size: number for size, number in _SMALL_TOWER.items() if size in part}
+            part.pop("layer_types", None)
+        fields |= {name: VOCAB_SIZE - 1 for name in fields if name.endswith(("_token_id", "_token_index"))}
+        fields |= {"alignment_intermediate_size": 64} if "alignment_intermediate_size" in fields else {}
+        fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": END_ID}
+        fields.pop("transformers_version")
+        return type(usual)(**fields)
+
+
+_SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32, "embed_dim": 32}
+_SMALL_TOWER |= {"deepstack_visual_indexes": [0]}
+_SMALL_TOWER |= dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_heads", "num_attention_heads"), 2)
+"""Of what reads pictures."""
+WRAPPED = tuple(Wrapper(family, kind, settings) for family in WRAPPERS for kind, settings in _HEADS.items())
+"""Models that also read pictures, of which the text model runs."""
 
 
 def every_family() -> Iterator[str]:

@@ -12,6 +12,7 @@ from families.specimens import (
     BORDER,
     SPECIAL,
     SUPPORTED,
+    WRAPPED,
     Specimen,
     every_family,
     overlooked_windows,
@@ -22,11 +23,11 @@ from ppd_runtime import open_method
 from ppd_runtime.models.checkpoint.description import describe
 
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
-ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED]
+ALL = [*map(Specimen, every_family()), *SPECIAL, *OVERLOOKED, *WRAPPED]
 WITH_WINDOWS = set(SUPPORTED) - {specimen.family for specimen in OVERLOOKED}
 _FIRST = [one for i, one in enumerate(SPECIAL) if "window" in one.kind or one.kind not in {e.kind for e in SPECIAL[:i]}]
 _SMALL_WINDOWS = {one.family for one in SPECIAL if "window of" in one.kind}
-QUICK = [*_FIRST, *OVERLOOKED, *map(Specimen, sorted(WITH_WINDOWS - _SMALL_WINDOWS))]
+QUICK = [*_FIRST, *OVERLOOKED, *map(Specimen, sorted(WITH_WINDOWS - _SMALL_WINDOWS)), *WRAPPED[::2]]
 """By day: the first family of each special configuration, and each family, with a window that texts outgrow."""
 ALONE = [name for name, settings in LAYOUTS.items() if "workers" not in settings]
 """Layouts whose passes have one row, or rows that keep their bits."""

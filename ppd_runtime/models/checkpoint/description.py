@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.config import (
     checked_config,
     eos_token_ids_of,
     model_config,
+    read_json,
     skeleton_of,
     text_names_in,
     weight_files,
@@ -32,6 +33,8 @@ from ppd_runtime.settings.config import ALL_FORMATS, FLOATS
 
 logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""Where older models that read pictures have their template."""
 _WHOLE_NUMBERS = {"BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))}
 """Names in safetensors of dtypes that are not floats."""
 
@@ -140,6 +143,8 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises plain ones
         raise ValueError(f"model {info.name!r}: no usable tokenizer in {info.folder}: {one_line(error)}") from error
     tokenizer.clean_up_tokenization_spaces = False  # a space that was streamed cannot be taken back
+    if tokenizer.chat_template is None and (of_processor := info.folder / _PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(of_processor).get("chat_template")
     return tokenizer
 
 
