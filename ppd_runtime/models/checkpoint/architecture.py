@@ -59,6 +59,9 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
     needed = "a decoder with `model.layers`, `model.norm` and `lm_head` is needed, such as Llama, Mistral or Qwen"
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{refuse}an encoder-decoder cannot be pipelined here; {needed}")
+    if (text := config.get_text_config(decoder=True)) is not config:
+        around = f"a model around a text model ({text.model_type}), of a kind whose text model is not run by itself"
+        raise ValueError(f"{refuse}{around}; docs/families.md names the kinds that are")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
         raise ValueError(f"{refuse}not a causal language model; {needed}")
     if quantised := getattr(config, "quantization_config", None):
