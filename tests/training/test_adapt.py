@@ -23,7 +23,7 @@ from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt import answers, run
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
-from ppd_runtime.training.adapt.head_choice import HeadChoice, TriedHead, choose_head
+from ppd_runtime.training.adapt.head_choice import OWN, HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import (
     AFTER,
@@ -237,7 +237,7 @@ def test_the_better_kind_is_chosen(ordinary: OrdinaryDecoding, tmp_path: Path) -
         logits = head(states[None])[0]
         right = (logits.topk(3).indices == learning._labels[places][:, None]).any(-1).float().mean()
         assert choice.tried[choice.kind].right == pytest.approx(float(right))
-        assert choice.tried[choice.kind].numbers == sum(p.numel() for p in head.parameters())
+        assert choice.tried[choice.kind].numbers == sum(p.numel() for p in head.parameters()) * (choice.kind != OWN)
         assert all(torch.equal(p, p.bfloat16().float()) for p in head.parameters())  # as it will be saved
 
 
@@ -368,8 +368,10 @@ def test_guesses_are_compared_with_the_choices_of_the_runtimes_sampler(
 def check(report: AdaptReport, out: Path, model: str, layers: list[int]) -> None:
     heads = describe_heads(out, describe(model))
     assert sorted(heads) == layers == [layer.layer for layer in report.greedy.layers]
-    assert {layer: head.kind for layer, head in heads.items()} == {one.layer: one.kind for one in report.heads}
-    assert all({*one.tried} == {AFFINE, GATED} for one in report.heads)
+    assert {layer: head.kind for layer, head in heads.items()} == {
+        one.layer: AFFINE if one.kind == OWN else one.kind for one in report.heads
+    }
+    assert all({*one.tried} == {OWN, AFFINE, GATED} for one in report.heads)
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report.as_dict()))
     assert sum(report.held_out.values()) > 0
     for found in (report.greedy, report.sampled):

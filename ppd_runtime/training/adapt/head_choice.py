@@ -1,8 +1,10 @@
-"""The kind of head that a layer gets: what its guesses gain on held-out tokens over what asking it costs."""
+"""The head that a layer gets: what its guesses gain on held-out tokens over what asking it costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+OWN = "own"
+"""Stands for the model's own head where no trained one is better; it is saved as an affine map that changes nothing."""
 CHOSEN_BY_K = 3
 """The number of guesses that stages name for a token by default."""
 
@@ -27,6 +29,7 @@ class HeadChoice:
 
     layer: int
     kind: str
+    """One of the kinds that are trained, or `OWN`."""
     tried: dict[str, TriedHead]
     """By kind."""
 

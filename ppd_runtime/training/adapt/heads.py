@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.heads import AFFINE, GATED, HeadInfo, HeadNetwork, new_head, normed
-from ppd_runtime.training.adapt.head_choice import CHOSEN_BY_K, HeadChoice, TriedHead, choose_head
+from ppd_runtime.training.adapt.head_choice import CHOSEN_BY_K, OWN, HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
 from ppd_runtime.training.adapt.timed import TimedTraining, bfloat16_products
@@ -59,6 +59,7 @@ class HeadsTraining(TimedTraining):
         folder: WorkFolder,
     ) -> None:
         self._learners = {(layer, kind): new_head(kind, end) for layer in layers for kind in TRAINED}
+        self._own = new_head(AFFINE, end)
         self.heads: dict[int, HeadNetwork] = {}
         """Those that `choose` chose, by their layers."""
         self.choices: dict[int, HeadChoice] = {}
@@ -121,16 +122,17 @@ class HeadsTraining(TimedTraining):
     def choose(self, held_out: Tensor, model_numbers: int) -> None:
         """Set `heads` and `choices` by the numbers of held-out places, for a model with so many weights."""
         for layer in self._states:
-            tried = {kind: self._tried_head(layer, kind, held_out) for kind in TRAINED}
+            heads = {OWN: self._own} | {kind: self._learners[layer, kind] for kind in TRAINED}
+            tried = {kind: self._tried_head(layer, head, held_out) for kind, head in heads.items()}
             self.choices[layer] = choose_head(layer, tried, model_numbers)
-            self.heads[layer] = self._learners[layer, self.choices[layer].kind]
+            self.heads[layer] = heads[self.choices[layer].kind]
 
     @torch.inference_mode()
-    def _tried_head(self, layer: int, kind: str, held_out: Tensor) -> TriedHead:
-        head, right = self._learners[layer, kind], 0
+    def _tried_head(self, layer: int, head: HeadNetwork, held_out: Tensor) -> TriedHead:
+        right = 0
         for places in held_out.split(_ROWS_AT_ONCE):
             logits = head(self._some(self._states[layer], places)[None])[0].float()
             ranks = places_among_best(logits, self._labels[places].to(self._device), CHOSEN_BY_K)
             right += int((ranks < CHOSEN_BY_K).sum())
-        numbers = sum(parameter.numel() for parameter in head.parameters())
+        numbers = 0 if head is self._own else sum(parameter.numel() for parameter in head.parameters())
         return TriedHead(right / max(1, len(held_out)), numbers)

@@ -22,7 +22,7 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
-from ppd_runtime.models.trained.heads import HeadInfo, model_end, save_head
+from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
 from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.sampling.params import SamplingParams
@@ -30,6 +30,7 @@ from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, drafted
+from ppd_runtime.training.adapt.head_choice import OWN
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import (
     AFTER,
@@ -262,7 +263,7 @@ class _Adaptation:
             _write_report(folder, report)
             for layer in report.greedy.layers:
                 choice = training.choices[layer.layer]
-                head = HeadInfo(**self._known(folder, layer.layer), kind=choice.kind)
+                head = HeadInfo(**self._known(folder, layer.layer), kind=AFFINE if choice.kind == OWN else choice.kind)
                 held_out = {"held_out": layer.after, "tried": asdict(choice)["tried"]}
                 save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
             if drafter:
