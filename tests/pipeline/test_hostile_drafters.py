@@ -100,13 +100,14 @@ def test_nonsense_changes_no_token(bench, caplog, cuts, params) -> None:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_a_slow_one_is_tried_once_by_all_requests_together(bench, cuts) -> None:
+def test_a_slow_one_is_tried_twice_by_all_requests_together(bench, cuts) -> None:
+    """The first time may be a cold start."""
     drafted = Drafted(bench, cuts, GREEDY)
     drafted.pass_s = 0.01
     networks = [drafted.network(HostileNetwork, NONSENSE["slow"]) for _ in range(3)]
     for network in networks:
         drafted.check(network)
-    assert [network.drafts for network in networks] == [1, 0, 0]
+    assert [network.drafts for network in networks] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("cuts", CUTS[1:])

@@ -25,16 +25,18 @@ class DrafterHealth:
     """What a worker's requests have found out about its drafter: whether it fails, and whether it is too slow."""
 
     def __init__(self) -> None:
-        self._rests_until, self._has_told = 0.0, False
+        self._rests_until, self._is_warm, self._has_told = 0.0, False, False
 
     @property
     def rests(self) -> bool:
-        """Whether a draft that was not worth its time is so recent that another try would cost too much."""
+        """Whether a draft that was not worth its time is so recent that a request should not try one."""
         return time.perf_counter() < self._rests_until
 
     def note_too_slow(self, seconds: float) -> None:
-        """A draft took so long, which is more than it may save."""
-        self._rests_until = time.perf_counter() + _REST * seconds
+        """A draft took so long, which is more than it may save; the first one may be a cold start."""
+        if self._is_warm:
+            self._rests_until = time.perf_counter() + _REST * seconds
+        self._is_warm = True
 
     def note_failure(self, error: Exception) -> None:
         """The drafter has failed in a request; only the first failure is logged."""
@@ -76,7 +78,9 @@ class GuardedDrafts(NetworkDrafts):
 
     def is_worth(self, chance: float) -> bool:
         """See `NetworkDrafts.is_worth`."""
-        return not self._has_failed and not self._health.rests and super().is_worth(chance)
+        if self._has_failed or (not self._seconds and self._health.rests):
+            return False
+        return super().is_worth(chance)
 
     def guesses(self, paths: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Sequence[Sequence[Guess]]:
         """See `NetworkDrafts.guesses`; nothing is named behind a failure."""
