@@ -5,7 +5,11 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from hostile_drafters import HostileNetwork, any_misdeed
+from torch import Tensor
 
 from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
 from ppd_runtime.pipeline.messages import Message, Shutdown
@@ -14,6 +18,22 @@ from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.workers.worker import Worker
 
 LONGEST_STOP_S = 0.4
+
+
+class ChanceNetwork(HostileNetwork):
+    """A drafter's network that goes wrong at times, and at times takes its worker along."""
+
+    def __init__(self, fate: "Fate", text: Sequence[int], tokens: Sequence[int]) -> None:
+        self._fate = fate
+        super().__init__(text, tokens, self._perhaps(any_misdeed(random.Random(fate.seed))))
+
+    def _perhaps(self, misdeed: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        def perhaps(logits: Tensor) -> object:
+            if self._fate.strikes("drafting_death"):
+                raise Killed
+            return misdeed(logits) if self._fate.strikes("misdeed") else logits
+
+        return perhaps
 
 
 class Killed(BaseException):
@@ -42,6 +62,10 @@ class Fate:
     """By anybody, at any such time: a MemoryError whose words are its own, see `words`."""
     stopped: float = 0.0
     """Anybody, at any such time, for up to `LONGEST_STOP_S`, as by SIGSTOP and then SIGCONT."""
+    misdeed: float = 0.0
+    """Of a drafter: something else in place of a draft's logits."""
+    drafting_death: float = 0.0
+    """Of the worker that drafts, at a draft."""
     happened: Counter = field(default_factory=Counter)
     deaths_of_all: int = 0
     words: list[str] = field(default_factory=list)

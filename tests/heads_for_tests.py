@@ -1,4 +1,4 @@
-"""Exit heads and adapters made without training, and texts to train on."""
+"""Exit heads, adapters and drafters made without training, and texts to train on."""
 
 import json
 import random
@@ -62,6 +62,16 @@ def make_adapter(folder: Path, model: Path, exit_layer: int) -> AdapterInfo:
     hidden_size, fingerprint = whole.config.hidden_size, model_fingerprint(info)
     known = AdapterInfo(folder, info.name, fingerprint, exit_layer, hidden_size, info.vocab_size, "")
     return save_adapter(folder, new_adapter(whole, exit_layer), known, {})
+
+
+def make_drafter(folder: Path, model: str, tokens: range = range(5, 105)) -> DrafterInfo:
+    """A drafter's folder for a model folder, with random weights and a layer that does something."""
+    torch.manual_seed(0)
+    network, info = DrafterNetwork(32), describe(model)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    known = DrafterInfo(folder, info.name, model_fingerprint(info), 0, 32, info.vocab_size, "", tuple(tokens))
+    return save_drafter(folder, network, known, {})
 
 
 def write_texts(path: Path, number: int = 120, key: str = "text") -> Path:

@@ -9,15 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from chaos import Fate, chaos
+from chaos import ChanceNetwork, Fate, chaos
+from heads_for_tests import make_drafter
 from seeds import SEED
 
 import ppd_runtime.launch.startup
 import ppd_runtime.workers.roles
 from ppd_runtime import PPDRuntime
+from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.drafter import Drafter
 from ppd_runtime.models.trained.exit_heads import OracleHead
 
-LEAST_REQUESTS, LEAST_STAGED = 4, 2
+LEAST_REQUESTS, LEAST_STAGED, LEAST_DRAFTED = 4, 2, 6
 FAULTS = int(os.environ.get("PPD_FAULTS", "1"))
 """Of each kind that a case has, at least."""
 PROMPT = [5, 9, 200, 31]
@@ -53,10 +56,22 @@ STAGED = [
     {"stages": 4, "k": 1, "rows": 1},
 ]
 
+DRAFTED = [{"stages": 1, "rows": 4}, {"stages": 2, "k": 2, "rows": 4}, {"stages": 3, "k": 2, "rows": 4}]
+OF_DRAFTERS = {
+    "a drafter goes wrong": {"misdeed": 0.03},
+    "a worker dies drafting": {"drafting_death": 0.02},
+    "lost beside a drafter": {"lost": 0.03, "misdeed": 0.02},
+    "doubled beside a drafter": {"doubled": 0.2, "stale": 0.1, "misdeed": 0.02},
+    "late beside a drafter": {"late": 0.2, "misdeed": 0.02},
+    "everything beside a drafter": {"drafting_death": 0.01, "misdeed": 0.05, **MISHAPS["everything"]},
+}
+
 
 def _rates(mishaps, layout):
     """Every stage is needed: with several of them, deaths as frequent as sub-processes' would leave no time to read."""
-    rates, ends = MISHAPS[mishaps], ("death", "main_death", "all_death", "raised")
+    rates, ends = (MISHAPS | OF_DRAFTERS)[mishaps], ("death", "main_death", "all_death", "raised")
+    if layout.get("stages") == 1:
+        rates = {kind: rate for kind, rate in rates.items() if kind != "death"}  # there are no sub-processes
     return {kind: rate / layout.get("stages", 1) ** (kind in ends) for kind, rate in rates.items()}
 
 
@@ -76,17 +91,38 @@ def _named(layout):
     ],
 )
 def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, caplog, mishaps, layout):
+    _decode_among(mishaps, layout, folder, ordinary, monkeypatch, caplog)
+
+
+@pytest.mark.parametrize(
+    ("mishaps", "layout"),
+    [
+        pytest.param(mishaps, layout, id=f"{mishaps}-{_named(layout)}", marks=() if by_day else pytest.mark.nightly)
+        for i, mishaps in enumerate(OF_DRAFTERS)
+        for by_day, layout in ((i % len(DRAFTED) == j, layout) for j, layout in enumerate(DRAFTED))
+    ],
+)
+def test_so_they_are_with_drafters(folder, ordinary, hurried, monkeypatch, caplog, tmp_path, mishaps, layout):
+    """That go wrong, or whose workers die, among mishaps of messages and workers; rows cost little."""
+    make_drafter(tmp_path / "drafter", folder, range(300))
+    layout = layout | {"drafter": str(tmp_path / "drafter"), "speculation": "always", "emulate": EmulatedDevice(1.0)}
+    _decode_among(mishaps, layout, folder, ordinary, monkeypatch, caplog)
+
+
+def _decode_among(mishaps, layout, folder, ordinary, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "ppd_runtime")
     fate, draw = Fate(SEED, **_rates(mishaps, layout)), random.Random(SEED)
-    least = LEAST_STAGED if "stages" in layout else LEAST_REQUESTS
+    least = LEAST_DRAFTED if "drafter" in layout else LEAST_STAGED if "stages" in layout else LEAST_REQUESTS
     monkeypatch.setattr(ppd_runtime.launch.startup, "LocalWorkers", chaos(fate))
     hits = requests = slowest = 0
     expected = ordinary.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
     head = OracleHead(((*PROMPT, *expected),), 0.8, 300)
+    text = [*PROMPT, *expected]
+    monkeypatch.setattr(Drafter, "another", lambda drafter: ChanceNetwork(fate, text, drafter.tokens))
     runtime = PPDRuntime(folder, transport="local", dtype="float32", max_restarts=10_000, **layout)
     runtime._specs = [replace(spec, exit_head=replace(head, seed=spec.rank)) for spec in runtime._specs]
     with runtime:
-        while requests < least or any(fate.happened[kind] < FAULTS for kind in MISHAPS[mishaps]):
+        while requests < least or any(fate.happened[kind] < FAULTS for kind in _rates(mishaps, layout)):
             settings = {"max_new_tokens": draw.randint(1, 60), "ignore_eos": True}
             if draw.random() < 0.5:
                 settings |= {"temperature": 0.8, "seed": draw.randrange(100)}
@@ -107,7 +143,7 @@ def test_tokens_are_ordinary_decodings(folder, ordinary, hurried, monkeypatch, c
     heard = Counter(message.rpartition(": MemoryError: ")[2] for message in caplog.messages if "is lost" in message)
     unheard = [words for words in fate.words if not heard[words]]
     assert all(heard[words] <= 1 for words in fate.words), "a worker's words are told once"
-    assert len(unheard) <= 1 + runtime.config.num_subs or mishaps == "everything", (
+    assert len(unheard) <= 1 + runtime.config.num_subs or "everything" in mishaps, (
         "only the last may not have been asked for yet"
     )
 
