@@ -243,6 +243,7 @@ class VirtualRowStage:
         self._clock, self._times = clock, times
         self._has_run: set[int] = set()
         self.cached_tokens, self.layers_at_once = 0, 1
+        self.only_chains = self.joins_heads = False
 
     def begin(self, capacity: int, prompt: Sequence[int] = ()) -> None:
         """Forget the last sequence."""

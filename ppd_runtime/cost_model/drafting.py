@@ -1,4 +1,4 @@
-"""What drafters at boundary 0 gain, as functions of plain numbers: on one stage.
+"""What drafters at boundary 0 gain, as functions of plain numbers: on one stage, on several.
 
 A drafter names tokens before any layer has run for them. A guess' chance is how likely it is right if all guesses
 before it on its path are; its path chance is the product of the chances along its path.
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from ppd_runtime.settings.checks import check_number, check_share
+from ppd_runtime.cost_model.staged import check_shares
+from ppd_runtime.settings.checks import check_number, check_share, check_whole
 
 
 def chain(chances: Sequence[float]) -> tuple[float, ...]:
@@ -40,3 +41,20 @@ def speedup(path_chances: Sequence[float], row_cost: float, draft_cost: float) -
     check_number("row_cost", row_cost)
     check_number("draft_cost", draft_cost)
     return tokens_per_pass(path_chances) / (1 + row_cost * len(path_chances) + draft_cost)
+
+
+def expected_first_boundary(shares: Sequence[float], rows: int) -> float:
+    """E[J] with boundary 0, the stage times that a token costs on average; `shares` are those of J = 0, 1, …, N.
+
+    A token that boundary 0 names enters in the pass of the token before it (J = 0), one stage time before boundary 1
+    could name it. At most `rows` tokens of one path enter in one pass, the next one in the next pass (J = 1). Let
+    boundary 0 be right with chance p0 behind every token. On average M = 1 + p0 + … + p0^(rows − 1) tokens enter
+    together, and with chance p0^rows it names one more. So `E[J] = Σ j·share(j) + p0^rows / M`.
+
+    `Stats.first_boundary`, measured rates and `staged.expected_first_boundary` count boundary 0 with boundary 1. That
+    is this formula for one row a pass, p0 more than for rows without bound. With one stage, E[J] is 1 / M.
+    """
+    check_shares(shares)
+    check_whole("rows", rows, 1)
+    *together, one_more = (shares[0] ** row for row in range(rows + 1))
+    return math.fsum(j * share for j, share in enumerate(shares)) + one_more / math.fsum(together)
