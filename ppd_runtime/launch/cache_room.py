@@ -1,6 +1,6 @@
 """How many tokens' keys and values fit on the workers' devices, and so how many requests they decode at once."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
 from ppd_runtime.models.checkpoint.weights_card import card_of
 from ppd_runtime.models.native.packing import packed_bytes
 from ppd_runtime.models.native.quantising import FORMAT_OF
+from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.workers.spec import WorkerSpec
 
@@ -26,20 +27,22 @@ _FEWEST, _MOST = 2048, 2**20  # tokens
 
 
 def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
-    """Tokens of all requests that stages have room for, in half of the memory that their weights leave free.
+    """Tokens of all requests that stages have room for, in half of what their weights and the drafter's leave free.
 
     Stages on one device share its memory. None (no limit) if there are no stages, or none on this host.
     """
     main = specs[DECIDER]
     if not main.layout.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
         return None
-    layers = Counter[str]()
-    for spec in specs:
-        layers[spec.device] += spec.num_layers - spec.first_layer
     config = model_config(main.info.folder)
-    weights = _weight_bytes(main.info, config, main.dtype) / main.info.num_layers
-    entries = layer_entry_bytes(config, main.dtype)
-    rooms = (_SHARE * (_free_bytes(device) / here - weights) / entries for device, here in layers.items())
+    layer_weights = _weight_bytes(main.info, config, main.dtype) / main.info.num_layers
+    layer_entries = layer_entry_bytes(config, main.dtype)
+    weights, entries = defaultdict[str, float](float), defaultdict[str, int](int)
+    for spec in specs:
+        layers, (drafter, of_token) = spec.num_layers - spec.first_layer, drafter_bytes(spec)
+        weights[spec.device] += layers * layer_weights + drafter
+        entries[spec.device] += layers * layer_entries + of_token
+    rooms = (_SHARE * (_free_bytes(device) - weights[device]) / entries[device] for device in weights)
     return max(_FEWEST, min(_MOST, *map(int, rooms)))
 
 
@@ -55,6 +58,13 @@ def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     key = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
+
+
+def drafter_bytes(spec: WorkerSpec) -> tuple[int, int]:
+    """Bytes of the trained drafter that a worker asks, and of one token's key and value there; 0 without one."""
+    if not isinstance(spec.drafter, DrafterInfo) or spec.rank != spec.layout.guesser:
+        return 0, 0
+    return spec.drafter.num_bytes(spec.device), spec.drafter.entry_bytes
 
 
 def _weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ppd_runtime.launch.cache_room import layer_entry_bytes
+from ppd_runtime.launch.cache_room import drafter_bytes, layer_entry_bytes
 from ppd_runtime.launch.gpus import free_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.loading import weight_bytes
@@ -41,7 +41,8 @@ def check_gpus(specs: Sequence[WorkerSpec], config: RuntimeConfig) -> None:
 def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], config: RuntimeConfig) -> None:
     """Raise ValueError if the workers of one GPU together need more memory than is free there.
 
-    It counts weights, with boundaries' heads, and keys and values of as many tokens as the settings have stages keep.
+    It counts weights, with boundaries' heads and the drafter's, and keys and values of as many tokens as the settings
+    have stages keep.
     It does not count what is sized by the free memory, or what CUDA takes in each process.
 
     Args:
@@ -58,6 +59,7 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
         here = [specs[rank] for rank in ranks]
         weights = sum(map(_weights, here))
         kept = tokens * entries * sum(spec.num_layers - spec.first_layer for spec in here)
+        kept += (config.max_cache_tokens or 0) * sum(drafter_bytes(spec)[1] for spec in here)
         free = min(gpus[rank].free for rank in ranks)
         if weights + kept > free:
             workers = f"{len(here)} workers need" if len(here) > 1 else "a worker needs"
@@ -69,9 +71,9 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
 
 
 def _weights(spec: WorkerSpec) -> int:
-    """What a worker's layers and heads take."""
+    """What a worker's layers, heads and drafter take."""
     tokens = len(spec.guess_tokens)
-    own = weight_bytes(spec.info, spec.first_layer, spec.num_layers, spec.dtype, tokens)
+    own = weight_bytes(spec.info, spec.first_layer, spec.num_layers, spec.dtype, tokens) + drafter_bytes(spec)[0]
     if spec.rank == DECIDER or not isinstance(spec.exit_head, HeadInfo):
         return own
     return own + spec.exit_head.num_weights(tokens) * spec.dtype.itemsize

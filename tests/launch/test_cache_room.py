@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from families.specimens import Specimen
+from heads_for_tests import make_drafter
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import cache_room
@@ -37,6 +38,22 @@ def test_room_is_half_of_what_the_weights_leave_free(
     monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 2**60)
     assert cache_room.cache_room(specs, are_here=True) == 2**20
     assert cache_room.cache_room(specs, are_here=False) is None
+
+
+def test_a_drafter_takes_its_part_of_the_room(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = model_folder("llama", num_layers=4)
+    drafter = make_drafter(tmp_path / "drafter", str(folder))
+    given = {"stages": 2, "transport": "local", "dtype": "float32", "guess_vocab": 300}
+    rooms = []
+    for named in ("none", str(drafter.folder)):
+        with PPDRuntime(folder, drafter=named, **given) as runtime:
+            monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 30_000_000)
+            rooms.append(cache_room.cache_room(runtime._specs, are_here=True))
+    entries = 4 * cache_room.layer_entry_bytes(Specimen("llama").config(), torch.float32)
+    left = rooms[0] * entries - drafter.num_bytes("cpu") / 2
+    assert rooms[1] == pytest.approx(left / (entries + drafter.entry_bytes), abs=1)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

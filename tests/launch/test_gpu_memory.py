@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads_for_tests import make_head
+from heads_for_tests import make_drafter, make_head
 from transformers import PreTrainedModel
 
 from ppd_runtime import PPDRuntime, RuntimeConfig
 from ppd_runtime.launch import startup
+from ppd_runtime.launch.cache_room import layer_entry_bytes
 from ppd_runtime.launch.gpu_memory import FoundGpu, check_shares
 from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.models.build import load_stage
+from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import KINDS, load_head
@@ -72,6 +74,23 @@ def test_workers_that_fit_alone_and_not_together_are_refused(
         with pytest.raises(ValueError, match=line):
             startup.prepare(specs, replace(runtime.config, compile=True), "processes", pytest.fail)
         runtime.close()
+
+
+@pytest.mark.usefixtures("gpu_seen")
+def test_the_drafter_counts_where_it_is_asked(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Its weights, and its entries of all requests' tokens, on the first stage's GPU alone."""
+    info = describe(str(model_folder("llama")))
+    drafter = make_drafter(tmp_path / "drafter", str(info.folder), range(300))
+    given = {"stages": 2, "cuts": "2", "rows": 1, "max_cache_tokens": 100, "prefix_cache_tokens": 0, "guess_vocab": 300}
+    config = RuntimeConfig(drafter=str(drafter.folder), device="cuda", dtype="float32", **given)
+    entries = 100 * 2 * layer_entry_bytes(model_config(info.folder), torch.float32)
+    beside = [0, drafter.num_bytes("cuda") + 100 * drafter.entry_bytes]
+    specs = worker_specs(config, "processes", info, 2, {}, None)
+    for spec, drafts in zip(specs, beside, strict=True):
+        needed = weight_bytes(info, spec.first_layer, spec.num_layers, torch.float32) + entries + drafts
+        check_shares(specs, {spec.rank: FoundGpu("0", needed)}, config)
+        with pytest.raises(ValueError, match="a worker needs"):
+            check_shares(specs, {spec.rank: FoundGpu("0", needed - 1)}, config)
 
 
 @pytest.mark.usefixtures("gpu_seen")

@@ -197,3 +197,15 @@ def test_cards_that_cannot_be(
     card.write_text(json.dumps(json.loads(card.read_text()) | {name: value}))
     with pytest.raises(ValueError, match=message):
         describe_drafter(tmp_path / "drafter", describe(str(model)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_its_bytes_are_what_it_holds(model_folder: ModelFolder, tmp_path: Path, device: str) -> None:
+    """On a GPU as on a CPU without few bits."""
+    model = model_folder("llama", num_layers=4)
+    known = saved(tmp_path / "drafter", model)
+    drafter = Drafter(random_network(), load_stage(model).model, TOKENS, few_bits=device == "cpu")
+    held = [*drafter._network.parameters(), *drafter._head.module.parameters()]
+    assert known.num_bytes(device) == sum(tensor.nbytes for tensor in held)
+    drafter.begin(10)
+    assert 10 * known.entry_bytes == drafter._entries.nbytes

@@ -20,8 +20,8 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.drafter import LAYERS, DrafterPasses, ScaledNorm, Where
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.linear import QuantisedLinear
-from ppd_runtime.models.native.packing import pack
-from ppd_runtime.models.native.quantising import quantise
+from ppd_runtime.models.native.packing import pack, packed_bytes
+from ppd_runtime.models.native.quantising import FORMAT_OF, quantise
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.heads import model_end, normed
@@ -29,7 +29,7 @@ from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
 _HEAD_DIM, _BASE = 64, 10000.0
 _INNER = 2  # times the hidden size
-_INT8 = "int8"
+_INT8, _GROUP = "int8", 32
 
 
 class DraftNetwork(Protocol):
@@ -86,6 +86,17 @@ class DrafterInfo(PartInfo):
         if not self.tokens or self.tokens[-1] >= self.vocab_size:
             raise ValueError(f"tokens are none of the {self.vocab_size} of the vocabulary")
 
+    def num_bytes(self, device: str) -> int:
+        """Bytes that `load_drafter` adds to a model's own on a device, norm and head over the shortlist among them."""
+        shapes = [tensor.shape for tensor in self.tensors().values()]
+        shapes += [torch.Size([len(self.tokens), self.hidden_size]), torch.Size([self.hidden_size])]
+        return sum(_bytes_of(shape, few_bits=device == "cpu") for shape in shapes)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return 2 * _num_heads(self.hidden_size) * _HEAD_DIM * torch.float32.itemsize
+
 
 class DrafterNetwork(nn.Module):
     """What is learned of a drafter, in float32: a map of its inputs, and a layer of attention and a gated product.
@@ -96,7 +107,7 @@ class DrafterNetwork(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.heads = max(1, size // _HEAD_DIM)
+        self.heads = _num_heads(size)
         wide, inner = self.heads * _HEAD_DIM, _INNER * size
         self.mix = nn.Linear(2 * size, size)
         """From a token's embedding and the state of the token before."""
@@ -122,6 +133,10 @@ class DrafterNetwork(nn.Module):
         hidden = inputs + self.out(found.transpose(-2, -3).flatten(-2))
         gate, up = self.gate_up(normed(hidden)).chunk(2, dim=-1)
         return hidden + self.down(F.silu(gate) * up)
+
+
+def _num_heads(size: int) -> int:
+    return max(1, size // _HEAD_DIM)
 
 
 def rotary_table(positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -265,10 +280,17 @@ def _in_few_bits(network: DrafterNetwork) -> None:
 
 
 def _of_few_bits(part: nn.Linear) -> nn.Module:
-    if part.in_features % 32:
+    if part.in_features % _GROUP:
         return part
     bias = None if part.bias is None else part.bias.detach()
     return QuantisedLinear(pack(quantise(part.weight.detach(), _INT8)), bias)
+
+
+def _bytes_of(shape: torch.Size, few_bits: bool) -> int:
+    """Bytes of a tensor of the drafter."""
+    if few_bits and len(shape) == 2 and shape[1] % _GROUP == 0:
+        return packed_bytes(FORMAT_OF[_INT8], *shape)
+    return shape.numel() * torch.float32.itemsize
 
 
 def save_drafter(folder: Path, network: DrafterNetwork, known: DrafterInfo, training: Mapping[str, Any]) -> DrafterInfo:
