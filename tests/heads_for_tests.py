@@ -45,16 +45,6 @@ def make_head(folder: Path, model: Path, kind: str, exit_layer: int, change: Cha
     return save_head(folder, head, known, {})
 
 
-def make_drafter(folder: Path, model: str) -> None:
-    """A drafter with random weights, whose layer does something."""
-    torch.manual_seed(0)
-    network, info = DrafterNetwork(32), describe(model)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    about = DrafterInfo(folder, info.name, model_fingerprint(info), 0, 32, 300, "", tuple(range(5, 105)))
-    save_drafter(folder, network, about, {})
-
-
 def make_adapter(folder: Path, model: Path, exit_layer: int) -> AdapterInfo:
     """An untrained adapter's folder for a model folder."""
     info = describe(str(model))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from commands import ppd, printed, refused
 from grids import nightly
-from heads_for_tests import make_head, write_texts
+from heads_for_tests import make_drafter, make_head, write_texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.heads import AFFINE, GATED, LM_HEAD
 from ppd_runtime.training.exit_head import HeadTraining
 
@@ -51,6 +52,20 @@ def test_exact_tokens_with_trained_heads(
             result = runtime.generate(PROMPT, max_new_tokens=16, **setting)
             assert result.token_ids == ordinary.generate(PROMPT, max_new_tokens=16, **setting).token_ids
             assert result.stats.hits + result.stats.misses == 15
+
+
+@nightly
+@pytest.mark.usefixtures("ray_node")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_named_drafter_travels_to_workers_of_ray(model: Path, tmp_path: Path, stages: int) -> None:
+    drafter = make_drafter(tmp_path / "drafter", str(model), range(300))
+    ordinary = OrdinaryDecoding(str(model))
+    given = {"drafter": drafter.folder, "speculation": "always", "emulate": EmulatedDevice(1.0), "rows": 4}
+    with PPDRuntime(str(model), stages=stages, launcher="ray", **given) as runtime:
+        assert all(spec.drafter == drafter for spec in runtime._specs)
+        for setting in ({}, {"temperature": 1.0, "seed": 3}):
+            result = runtime.generate(PROMPT, max_new_tokens=16, **setting)
+            assert result.token_ids == ordinary.generate(PROMPT, max_new_tokens=16, **setting).token_ids
 
 
 def test_train_measure_and_generate(model: Path, tmp_path: Path) -> None:
