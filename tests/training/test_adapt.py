@@ -264,6 +264,7 @@ def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path:
     covered = labels_of(kept.choices(), tokens, 300) != OUTSIDE
     read = [drafted(text.token_ids, 5, of_text.places) for text, of_text in zip(texts, kept.texts(), strict=True)]
     learning = DrafterTraining(model, tokens, kept, covered, read[:2], WorkFolder(tmp_path / "work", {}))
+    learning._clock, learning._share, learning._began = Clock(WorkFolder(tmp_path / "clock", {}), LONG), 1.0, 0.0
     learning.begin()
     assert learning.learner.mix.bias.any()
     for parameter in learning.learner.parameters():
