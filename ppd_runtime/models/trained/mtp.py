@@ -6,17 +6,17 @@ it is a guess. A checkpoint with several such layers is asked for the first one 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ppd_runtime.models.checkpoint.config import layer_number, weight_files
+from ppd_runtime.models.checkpoint.config import layer_number, model_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.loading import load_layers
@@ -24,7 +24,9 @@ from ppd_runtime.models.stage.embedding import Embedding
 
 MTP = "mtp"
 """The name of a model's own layer where a drafter is chosen."""
-_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+_MIX = "eh_proj.weight"
+_OWN = ("enorm.weight", "hnorm.weight", _MIX, "shared_head.norm.weight")
+_ANOTHER = "give another drafter"
 _AT_ONCE = 512  # certain tokens in a pass: masks grow by their number
 
 
@@ -49,34 +51,41 @@ class MtpInfo:
 
 def describe_mtp(info: ModelInfo) -> MtpInfo:
     """Find a model's own layer; ValueError, in a line, if it has none that is understood."""
-    found = _stored(info, list(_OWN))
-    if lacking := [name for name in _OWN if name not in found]:
-        name = f"model.layers.{info.num_layers}.{lacking[0]}"
-        raise ValueError(f"drafter='{MTP}': model {info.name!r} has no such layer (no {name}); give another drafter")
+    shapes = {name: file.get_slice(stored).get_shape() for name, stored, file in _stored(info)}
+    for name in _OWN:
+        if name not in shapes:
+            lacking = f"model.layers.{info.num_layers}.{name}"
+            raise ValueError(f"drafter='{MTP}': model {info.name!r} has no such layer (no {lacking}); {_ANOTHER}")
+    size = model_config(info.folder).hidden_size
+    for name, shape in shapes.items():
+        if shape != (expected := [size, 2 * size] if name == _MIX else [size]):
+            raise ValueError(f"drafter='{MTP}': model {info.name!r} has {name} as {shape}, not {expected}; {_ANOTHER}")
     return MtpInfo(info.folder, info.num_layers, info.vocab_size)
 
 
 def load_mtp(drafter: MtpInfo, model: PreTrainedModel, info: ModelInfo) -> "MtpDrafter":
     """The drafter beside `model`, which has its embedding, norm and head, with its dtype, on its device."""
-    device, last = str(model.device), drafter.number + 1
-    part = load_layers(replace(info, weights=None), last, model.dtype, device, first=drafter.number)
-    network = MtpNetwork(part, _stored(info, _OWN))
-    return MtpDrafter(network.to(model.device, model.dtype).requires_grad_(False).eval(), model, drafter.tokens)
+    own = {name: file.get_tensor(stored).to(model.device) for name, stored, file in _stored(info)}
+    stored, device = own[_MIX].dtype, str(model.device)  # in another dtype all files would be copied
+    part = load_layers(replace(info, weights=None), drafter.number + 1, stored, device, first=drafter.number)
+    network = MtpNetwork(part, own)
+    for parameter in network.parameters():
+        if parameter.dtype == stored:  # some stay in float32
+            parameter.data = parameter.data.to(model.dtype)
+    return MtpDrafter(network.requires_grad_(False).eval(), model, drafter.tokens)
 
 
-def _stored(info: ModelInfo, names: Sequence[str]) -> dict[str, Tensor]:
-    """The layer's tensors of these names, as they are in the model's files."""
-    found = dict[str, Tensor]()
+def _stored(info: ModelInfo) -> Iterator[tuple[str, str, Any]]:
+    """Which of `_OWN` a model's files have, by which names, and the open files."""
     for path in weight_files(info.folder):
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                     own = name.partition(f"layers.{info.num_layers}.")[2]
-                    if layer_number(name) == info.num_layers and own in names:
-                        found[own] = file.get_tensor(name)
+                    if layer_number(name) == info.num_layers and own in _OWN:
+                        yield own, name, file
         except (OSError, SafetensorError) as error:
             raise ValueError(f"drafter='{MTP}': {path.name} cannot be read: {one_line(error)}") from error
-    return found
 
 
 class MtpNetwork(nn.Module):
@@ -84,7 +93,7 @@ class MtpNetwork(nn.Module):
 
     Args:
         part: a model whose last layer it is.
-        own: the tensors of `_OWN`.
+        own: the tensors of `_OWN`, on its device.
     """
 
     def __init__(self, part: PreTrainedModel, own: Mapping[str, Tensor]) -> None:
@@ -99,7 +108,7 @@ class MtpNetwork(nn.Module):
             norm.weight = nn.Parameter(own[f"{name}.weight"], requires_grad=False)
         size = part.config.hidden_size
         self.mix = nn.Linear(2 * size, size, bias=False, device="meta")
-        self.mix.weight = nn.Parameter(own["eh_proj.weight"], requires_grad=False)
+        self.mix.weight = nn.Parameter(own[_MIX], requires_grad=False)
 
     def forward(self, embedded: Tensor, before: Tensor, places: Tensor, cache: DynamicCache) -> Tensor:
         """The normed states that the head reads and guesses go on from, `[1, tokens, hidden_size]`.
