@@ -142,8 +142,9 @@ def test_other_formats_and_requests_at_once(
                 ordinary.generate(prompt, **asked).token_ids for prompt in prompts
             ]
         stream = runtime.stream(TEXT, max_new_tokens=64, ignore_eos=True)
-        next(iter(stream))
-        runtime.cancel()
+        for _ in stream:
+            runtime.cancel()
+        assert stream.result.finish_reason == "cancelled"
         again = runtime.generate(TEXT, max_new_tokens=16, ignore_eos=True).token_ids
         assert again == ordinary.generate(TEXT, max_new_tokens=16, ignore_eos=True).token_ids
     assert any(heard)
