@@ -22,8 +22,8 @@ T = TypeVar("T")
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
 _NEARLY = 0.5  # of the likeliest candidate's chance: a network is asked behind both at once, which reads it once
 _MOST_STATES = 256  # of tokens that a network has not followed yet
-_LEAST_CHANCE = 0.02  # least chance of a path that gets a row …
-_LEAST_OF_FREE = 0.005  # … where further rows cost nothing
+_LEAST_CHANCE = 0.02  # least chance of a path that gets a pass
+_LEAST_OF_FREE = 0.005  # … that gets a further row which costs nothing
 
 
 class _Candidate:
@@ -259,7 +259,7 @@ class RowChooser:
             most = 1
         while waiting and len(found) < most:
             best = waiting[0]
-            if (found or has_rows) and best.chance < self.row_cost:
+            if best.chance < (self.row_cost if found or has_rows else _LEAST_CHANCE):
                 break
             if found and best.chance < _NEARLY * found[0].chance:
                 break
