@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppd_runtime.training.adapt.report import AdaptReport, Comparison
 
 
-@takes(place=options.IN_PROCESS)
+@takes(place=options.ON_ALL_CORES)
 def adapt(
     model: Annotated[str, typer.Argument(help=summary(RuntimeConfig, "model"))],
     minutes: Annotated[float, typer.Option(help="Time for all steps but loading and measuring layouts.")] = 20.0,

@@ -186,6 +186,7 @@ def runtime_but(*names: str) -> tuple[str, ...]:
 PLACE = {name: own for name, own in IN_PROCESS_SETTINGS.items() if name not in ("model", "compile", "trace")}
 """Settings of all that runs a model, by the names that decoding in one process has for them."""
 IN_PROCESS = group(RuntimeConfig, PLACE)
+ON_ALL_CORES = group(RuntimeConfig, PLACE, given_only=True, threads_per_worker="all cores")
 COMPILED = group(RuntimeConfig, {**PLACE, "compile": "compile"})
 
 

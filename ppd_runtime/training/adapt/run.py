@@ -49,7 +49,7 @@ from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, 
 from ppd_runtime.training.run import alone
 from ppd_runtime.tune.match_rates import cpu_threads
 
-_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.21, 0.53, 0.72, 0.95
+_ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.27, 0.5, 0.7, 0.95
 """Shares of the time at which each step is over at the latest; the last ones are the report's."""
 _LEAST_MINUTES = 5.0
 """With which layouts are measured in the end, in a minute or two of their own."""
