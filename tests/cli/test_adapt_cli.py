@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from ppd_runtime.cli.adapt import _print_plan
 from ppd_runtime.cli.main import app
-from ppd_runtime.training.adapt import answers
+from ppd_runtime.training.adapt import answers, run
 from ppd_runtime.tune.layouts import HEADS
 from ppd_runtime.tune.tables import plain_table
 
@@ -44,6 +44,19 @@ def test_json(model_folder, tmp_path: Path) -> None:
     shown = invoke(model_folder("llama"), "--minutes", 0.03, "--layers", 2, "--out", out, "--json")
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout) == json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize(("arguments", "place"), [("", {}), ("--threads 1", {"threads": 1})])
+def test_all_cores_compute_unless_told(monkeypatch: pytest.MonkeyPatch, arguments: str, place: dict[str, int]) -> None:
+    asked: list[dict[str, object]] = []
+
+    def refuse(*_: object, **given: object) -> None:
+        asked.append(given)
+        raise ValueError("asked")
+
+    monkeypatch.setattr(run, "adapt", refuse)
+    invoke("demo", *arguments.split())
+    assert asked[0]["place"] == place
 
 
 @pytest.mark.parametrize(
