@@ -17,6 +17,7 @@ from ppd_runtime.launch.threads import LocalWorkers
 from ppd_runtime.launch.worker_specs import all_code_kinds
 from ppd_runtime.models.build import share_weights
 from ppd_runtime.models.compiling import code_for, wants_code
+from ppd_runtime.models.draft_model import DraftModelInfo
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.settings.layouts import DECIDER, StagedLayout
 from ppd_runtime.transport.sockets import choose_transport
@@ -82,11 +83,24 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
         progress("converting weights, where that has to be and no earlier run has")
         share_weights(main.info, main.dtype, main.device, any(spec.code for spec in specs))
         specs = [replace(spec, has_whole_model=may_have_whole_model(spec)) for spec in specs]
+        specs = [_with_draft_prepared(spec, config, progress) for spec in specs]
     if isinstance(layout, StagedLayout):
         specs = with_layout(specs, layout, config, progress)
     if gpus_are_known and cuts_matter:
         check_gpus(specs, config)
     return specs
+
+
+def _with_draft_prepared(spec: WorkerSpec, config: RuntimeConfig, progress: Progress) -> WorkerSpec:
+    """The specification with code for its draft model, if it has one, whose weights are ready."""
+    draft = spec.drafter
+    if not isinstance(draft, DraftModelInfo) or spec.rank != spec.layout.guesser:
+        return spec
+    device = draft.device(spec.device)
+    wanted = None if config.compile else config.compile  # a drafter that cannot be compiled is slower, no more
+    code = code_for(wanted, draft.info, draft.dtype, device, draft.code_kinds, progress)
+    share_weights(draft.info, draft.dtype, device, bool(code))
+    return replace(spec, drafter=replace(draft, code=code))
 
 
 def may_have_whole_model(spec: WorkerSpec) -> bool:

@@ -12,13 +12,14 @@ from ppd_runtime.models.checkpoint.config import heavy_length, model_config, ske
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.compiling import wants_code
+from ppd_runtime.models.draft_model import DraftModelInfo
+from ppd_runtime.models.named_drafter import NamedInfo, describe_named
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
-from ppd_runtime.models.trained.named_drafter import NamedInfo, describe_named
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
 from ppd_runtime.settings.config import NONE, SHARED, RuntimeConfig
@@ -63,6 +64,29 @@ def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> Nam
     if config.drafter is None:
         return None if elsewhere else kept_drafter(info)
     return None if config.drafter == NONE else describe_named(config.drafter, info)
+
+
+def _fitting(
+    config: RuntimeConfig, drafter: NamedInfo | None, device: str, guess_tokens: tuple[int, ...]
+) -> NamedInfo | None:
+    """The drafter as it runs beside layers on `device` that guess among these tokens; None if it does not suit them."""
+    if isinstance(drafter, DraftModelInfo):
+        return _run_beside(config, drafter, device, guess_tokens)
+    takes_others = guess_tokens and drafter and drafter.takes_head and drafter.tokens != guess_tokens
+    if drafter and config.stages != 1 and takes_others:
+        _check_left_aside(config, drafter)
+        return None
+    return drafter
+
+
+def _run_beside(
+    config: RuntimeConfig, draft: DraftModelInfo, device: str, guess_tokens: tuple[int, ...]
+) -> DraftModelInfo:
+    """How a draft model runs beside the layers that ask it."""
+    device = draft.device(device)
+    compiled = wants_code(config.compile, device)
+    dtype = choose_dtype("auto", device, draft.info, config.threads_per_worker, compiled=compiled)
+    return replace(draft, dtype=dtype, shortlist=tuple(token for token in guess_tokens if token < draft.vocab_size))
 
 
 def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
@@ -212,10 +236,7 @@ def worker_specs(
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
-    takes_others = guess_tokens and drafter and drafter.takes_head and drafter.tokens != guess_tokens
-    if drafter and config.stages != 1 and takes_others:
-        _check_left_aside(config, drafter)
-        drafter = None
+    drafter = _fitting(config, drafter, device, guess_tokens)
     specs = [
         WorkerSpec(
             rank=rank,

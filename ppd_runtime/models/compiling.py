@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -123,6 +123,11 @@ def compile_bundle(info: ModelInfo, dtype: torch.dtype, device: str, passes: Ite
     from ppd_runtime.models.compiled.code_bundle import pack_code
 
     return pack_code(compile_ahead(info, dtype, device, passes), torch.device(device))
+
+
+def read_code(told: Mapping[str, Sequence[str]]) -> dict[int, tuple[Path, ...]]:
+    """Files of compiled code by their kind, from JSON."""
+    return {int(kind): tuple(map(Path, files)) for kind, files in told.items()}
 
 
 def compiled_elsewhere(bundle: bytes, device: str, passes: Iterable[int]) -> dict[int, tuple[Path, ...]]:

@@ -131,9 +131,10 @@ class RuntimeConfig(Placed):
     boundary after its layer, the others share the model's. Kept heads serve stages alone; without them it is
     "shared". An `OracleHead` is for tests and benchmarks."""
     drafter: str | None = None
-    """With `stages`, a drafter's folder or hub name, mtp or none; default: what `ppd adapt` has kept for the model. It
-    is a trained one, or a head of EAGLE-3 or DFlash in the format of the package speculators; mtp is the layer behind
-    the model's last that its own files have."""
+    """With `stages`, a drafter's folder or hub name, mtp, a smaller model or none; default: what `ppd adapt` has kept
+    for the model. It is a trained one, or a head of EAGLE-3 or DFlash in the format of the package speculators; mtp is
+    the layer behind the model's last that its own files have. A smaller model is named as `model` is, in any weight
+    format, and has the same vocabulary; it runs in the first stage's process."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 import torch
 
-from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.models.compiling import compiled_elsewhere
+from ppd_runtime.models.checkpoint.description import read_info
+from ppd_runtime.models.compiling import compiled_elsewhere, read_code
+from ppd_runtime.models.named_drafter import read_drafter
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
-from ppd_runtime.models.trained.named_drafter import read_drafter
 from ppd_runtime.settings.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
@@ -48,14 +48,10 @@ def read_order(order: str) -> tuple[WorkerSpec, Network]:
 
 def read_spec(fields: dict[str, Any]) -> WorkerSpec:
     """The specification from its JSON fields, as `start_order` writes them."""
-    info = fields["info"] | {
-        "folder": Path(fields["info"]["folder"]),
-        "eos_token_ids": frozenset(fields["info"]["eos_token_ids"]),
-    }
     return WorkerSpec(
         **fields
         | {
-            "info": ModelInfo(**info),
+            "info": read_info(fields["info"]),
             "dtype": getattr(torch, fields["dtype"]),
             "exit_head": _read_head(fields["exit_head"]),
             "drafter": fields["drafter"] and read_drafter(fields["drafter"]),
@@ -63,7 +59,7 @@ def read_spec(fields: dict[str, Any]) -> WorkerSpec:
             "layout": _read_layout(fields["layout"]),
             "guess_tokens": tuple(fields["guess_tokens"]),
             "way_seconds": tuple(fields["way_seconds"]),
-            "code": {int(num_candidates): tuple(map(Path, files)) for num_candidates, files in fields["code"].items()},
+            "code": read_code(fields["code"]),
             "emulate": fields["emulate"] and EmulatedDevice(**fields["emulate"]),
         }
     )

@@ -3,11 +3,11 @@
 from abc import ABC, abstractmethod
 
 from ppd_runtime.models.build import load_stage
+from ppd_runtime.models.named_drafter import LoadedDrafter, load_named
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
-from ppd_runtime.models.trained.named_drafter import load_named
 from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
 from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
@@ -111,15 +111,15 @@ class StagedRole(Role):
         self._calibration = GuessRecord()
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
-        drafts = spec.drafter if spec.rank == layout.guesser else None
-        vocab_size = spec.info.vocab_size
-        self._drafter = usable(load_named, drafts, stage.model, spec.info, vocab_size=vocab_size) if drafts else None
+        self._drafter: LoadedDrafter | None = None
+        if spec.drafter and spec.rank == layout.guesser:
+            self._drafter = usable(load_named, spec.drafter, stage.model, spec.info, vocab_size=spec.info.vocab_size)
         self._health = DrafterHealth()
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
 
     def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
-        layout = self.layout
+        layout, drafter = self.layout, self.spec.drafter
         if not layout.cuts:
             return SingleStage(
                 self._rows.another(),
@@ -147,21 +147,21 @@ class StagedRole(Role):
             session.send,
             session.begin,
             policy,
-            tells_states=self.spec.drafter is not None,
-            tells_prompt=self.spec.drafter is not None and self.spec.drafter.reads_prompt,
+            tells_states=drafter is not None and drafter.reads_states,
+            tells_prompt=drafter is not None and drafter.reads_states and drafter.reads_prompt,
         )
 
     def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
         """The drafter for a request."""
-        if self._drafter is None or self.spec.drafter is None:
+        if self._drafter is None or (info := self.spec.drafter) is None:
             return None
         try:
-            network, stage, reads_prompt = self._drafter.another(), self.stage, self.spec.drafter.reads_prompt
+            network, stage = self._drafter.another(), self.stage
         except (RuntimeError, MemoryError) as error:
             self._health.note_failure(error)
             return None
         ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
-        capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * reads_prompt
+        capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * info.reads_prompt
         return GuardedDrafts(
             self._health,
             network,
@@ -169,7 +169,8 @@ class StagedRole(Role):
             self.layout.k,
             capacity,
             lambda: stage.layer_seconds * (stage.num_layers - stage.first_layer),
-            reads_prompt,
+            info.reads_prompt,
+            info.reads_states,
         )
 
     def _fits_one_process(self, begin: Begin) -> bool:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.named_drafter import NamedInfo
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
-from ppd_runtime.models.trained.named_drafter import NamedInfo
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, QuickestGuessing, SpeculationPolicy
 from ppd_runtime.settings.config import ALWAYS, AUTO, NEVER, SHARED
 from ppd_runtime.settings.layouts import Layout, PaperLayout
@@ -48,7 +48,7 @@ class WorkerSpec:
     has_whole_model: bool = False
     """Whether a last stage may load all layers too; their weights are in memory that the stages share."""
     drafter: NamedInfo | None = None
-    """The drafter that the first or the only stage asks; the others send it the states that it reads."""
+    """The drafter that the first or the only stage asks; the others send it the states that it reads, if any."""
     draft_memory_mb: int = 0
     """Megabytes of earlier requests' texts in which a first or single stage looks for guesses."""
     prefix_cache_tokens: int = 0

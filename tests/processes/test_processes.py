@@ -20,6 +20,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.launch.processes import ProcessHandle
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.draft_model import DraftModelInfo
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
@@ -57,13 +58,16 @@ def rehearsed_at_length(folder):
 @pytest.mark.parametrize("head", ["shared", OracleHead(((1, 2, 3),), 0.5, 300), "trained"])
 @pytest.mark.parametrize("emulate", [None, EmulatedDevice(3.0)])
 @pytest.mark.parametrize("layout", [PaperLayout(5, 2, 2), StagedLayout((2, 3), 4, 3, 0.25, 200, False)])
-def test_a_specification_survives_its_journey(folder, head, emulate, layout):
+@pytest.mark.parametrize("drafts", ["trained", "model"])
+def test_a_specification_survives_its_journey(folder, head, emulate, layout, drafts):
     info = replace(describe(folder), eos_token_ids=frozenset({3, 1}))
     if head == "trained":
         head = HeadInfo(Path("/somewhere"), "m", "abc", 2, 32, 300, "def", "affine")
     code = {1: (Path("/kept/a.pt2"),) * 2, 3: (Path("/kept/b.pt2"),) * 2}
     spec = WorkerSpec(1, layout, info, torch.bfloat16, "cpu", 1, head, (0, 1), emulate, code)
     drafter = DrafterInfo(Path("/somewhere/else"), "m", "abc", 0, 32, 300, "def", (3, 5))
+    if drafts == "model":
+        drafter = DraftModelInfo(info, 300, torch.bfloat16, (3, 5), code)
     spec = replace(spec, guess_tokens=(3, 5), heavy_length=1500.0, way_seconds=(0.5, 0.0, 0.25), drafter=drafter)
     assert spec.pass_kinds == {PassKind.ONE, 3 if isinstance(layout, PaperLayout) else PassKind.SEVERAL}
     head = PublishedInfo(Path("/a head"), "dflash", {"block_size": 8}, (1, 3), (3, 5), True, "def")

@@ -3,8 +3,10 @@
 import contextlib
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -62,6 +64,12 @@ class ModelInfo:
     def weights_name(self) -> str:
         """The format's name in reports and messages."""
         return self.weights or FLOATS
+
+
+def read_info(fields: Mapping[str, Any]) -> ModelInfo:
+    """A model's description, from its JSON fields."""
+    eos_token_ids = frozenset(fields["eos_token_ids"])
+    return ModelInfo(**{**fields, "folder": Path(fields["folder"]), "eos_token_ids": eos_token_ids})
 
 
 def describe(model: str, weights: str | None = None, needs_weights: bool = True) -> ModelInfo:

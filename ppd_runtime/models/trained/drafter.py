@@ -45,7 +45,10 @@ class DraftNetwork(Protocol):
         ...
 
     def follow(self, tokens: Sequence[int], states: Tensor) -> None:
-        """Take the next certain tokens; `states` `[tokens, layers, hidden_size]` are of the token before each."""
+        """Take the next certain tokens; `states` `[tokens, layers, hidden_size]` are of the token before each.
+
+        A network that reads the tokens alone takes any states.
+        """
         ...
 
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
@@ -62,7 +65,10 @@ class DrafterInfo(PartInfo):
     COMMAND: ClassVar[str] = "ppd adapt"
     layers: ClassVar[tuple[int, ...]] = ()
     """Layers of the model after which it reads states; none is the last one."""
+    reads_states: ClassVar[bool] = True
+    """Whether it reads the model's states; else it reads the tokens alone, from the first one on."""
     reads_prompt: ClassVar[bool] = False
+    """Whether it reads the prompt too."""
     takes_head: ClassVar[bool] = True
     """Whether it needs the model's head for its tokens."""
     STORED: ClassVar[torch.dtype] = torch.bfloat16

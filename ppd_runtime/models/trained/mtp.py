@@ -39,6 +39,7 @@ class MtpInfo:
     """The layer's, counted from 0."""
     vocab_size: int
     layers: ClassVar[tuple[int, ...]] = ()
+    reads_states: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = True
     takes_head: ClassVar[bool] = True
     fingerprint: ClassVar[str] = MTP

@@ -76,6 +76,7 @@ class PublishedInfo:
     """Whether it needs the model's head for its tokens."""
     fingerprint: str
     """Tells it from all others."""
+    reads_states: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = True
 
     def network(self) -> PublishedNetwork:

@@ -1,4 +1,4 @@
-"""Boundary 0 with a network: a drafter names what may follow a node, from the states of the model's layers."""
+"""Boundary 0 with a network: a drafter names what may follow a node, from the model's states or the tokens alone."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ _WEIGHT = 0.1  # the newest draft's time
 class NetworkDrafts:
     """A drafter's network for one request.
 
-    The network reads certain tokens only when something is asked, then all that wait at once. Where a token's state is
-    missing, it begins anew behind the gap: its keys and values are context, which guesses can do without.
+    The network reads certain tokens only when something is asked, then all that wait at once. Where a state that it
+    reads is missing, it begins anew behind the gap: its keys and values are context, which guesses can do without.
 
     Args:
         network: for this request alone.
@@ -27,6 +27,7 @@ class NetworkDrafts:
         capacity: new tokens of the request and guesses behind them, at the most.
         pass_seconds: gives the time of the model's pass over one token, 0 while unknown.
         reads_prompt: whether the network follows the prompt too.
+        reads_states: whether the network reads states; else it reads all tokens, and no states.
     """
 
     def __init__(
@@ -37,15 +38,16 @@ class NetworkDrafts:
         capacity: int,
         pass_seconds: Callable[[], float],
         reads_prompt: bool = False,
+        reads_states: bool = True,
     ) -> None:
-        self.reads_prompt = reads_prompt
+        self.reads_prompt, self.reads_states = reads_prompt, reads_states
         self._network, self._ranking, self._k, self._capacity = network, ranking, k, capacity
         self._pass_seconds, self._seconds = pass_seconds, 0.0
         self.forget()
 
     def follow(self, token: int, state: Tensor | None) -> None:
-        """One more token is certain; `state` `[1, layers, hidden_size]` is of the token before."""
-        if state is None:
+        """One more token is certain; `state` `[1, layers, hidden_size]` is of the token before, if it is read."""
+        if state is None and self.reads_states:
             self.forget()
         else:
             self._waiting.append((token, state))
@@ -59,7 +61,7 @@ class NetworkDrafts:
         """What may follow each of some nodes: the last guess of a path behind the newest certain token, at the end of
         its text.
 
-        Nothing is named before there is a token with a state.
+        Nothing is named before there is a token to read.
         """
         began, is_new = time.perf_counter(), self._begins
         self._read()
@@ -79,7 +81,7 @@ class NetworkDrafts:
     def forget(self) -> None:
         """The text begins anew, or goes on behind a gap."""
         self._begins, self._has_read = True, False
-        self._waiting: list[tuple[int, Tensor]] = []
+        self._waiting: list[tuple[int, Tensor | None]] = []
 
     def _read(self) -> None:
         """Have the network follow the tokens that wait."""
@@ -88,6 +90,7 @@ class NetworkDrafts:
         if self._begins:
             self._network.begin(self._capacity)
             self._begins = False
-        tokens, states = zip(*self._waiting, strict=True)
-        self._network.follow(tokens, cat(states))
+        tokens = [token for token, _ in self._waiting]
+        states = [state for _, state in self._waiting if state is not None] if self.reads_states else []
+        self._network.follow(tokens, cat(states) if states else Tensor())
         self._waiting, self._has_read = [], True

@@ -47,7 +47,7 @@ class RowChooser:
         earlier: texts in which boundary 0 looks, too.
         only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
         row_cost: what a further row adds to a pass, as a share of the first one's time.
-        network: a trained drafter's, which boundary 0 asks too.
+        network: a drafter's, or a draft model, which boundary 0 asks too.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class RowChooser:
         self._least_chance = _LEAST_CHANCE if row_cost else _LEAST_OF_FREE
         self._followed = 0  # certain tokens that the drafters know
         self._network, self._states = network, dict[int, Tensor]()
-        self._heard = 1  # position of the first token that the network does not know; it begins with the second one
+        self._heard = 1  # position of the first token that the network does not know; no state is before the first
+        if network is not None and not network.reads_states:
+            self._heard = 0
         self._most_states = _MOST_STATES + len(tree.history)
         if network is not None:
             network.forget()
@@ -121,7 +123,7 @@ class RowChooser:
 
     def note_states(self, position: int, states: Tensor) -> None:
         """States of certain tokens from a position on, `[tokens, layers, hidden_size]`, that a network reads."""
-        if self._network is None:
+        if self._network is None or not self._network.reads_states:
             return
         for place, state in enumerate(states.split(1), position):
             self._states[place] = state
@@ -133,22 +135,28 @@ class RowChooser:
         history = self.tree.history
         if self.guessing < Guessing.REPETITIONS:
             return
-        if self._network is not None and self._states:
-            newest = min(len(history), max(self._states) + 2)
-            for position in range(self._heard, newest):
-                self._network.follow(history[position], self._states.pop(position - 1, None))
-            self._heard = max(self._heard, newest)
+        if self._network is not None:
+            self._tell_network(self._network)
         if self._followed == len(history):
             return
         for _ in self._ask_each(self._tell):
             pass
         self._followed = len(history)
 
-    def name_drafts(self, node: Node) -> None:
-        """Boundary 0: have drafters name what may follow the newest certain token, if the node is that."""
-        self._name_drafts([node], [1.0])
+    def _tell_network(self, network: NetworkDrafts) -> None:
+        """Have the network read the certain tokens that it does not know yet, so far as it has what it reads of them."""
+        known = len(self.tree.history)
+        if network.reads_states:
+            known = min(known, max(self._states, default=-1) + 2)
+        for position in range(self._heard, known):
+            network.follow(self.tree.history[position], self._states.pop(position - 1, None))
+        self._heard = max(self._heard, known)
 
-    def _name_drafts(self, nodes: Sequence[Node], chances: Sequence[float]) -> None:
+    def name_drafts(self, node: Node, asks_network: bool = True) -> None:
+        """Boundary 0: have drafters name what may follow the newest certain token, if the node is that."""
+        self._name_drafts([node], [1.0], asks_network)
+
+    def _name_drafts(self, nodes: Sequence[Node], chances: Sequence[float], asks_network: bool = True) -> None:
         """Have drafters name what may follow nodes, their paths' chances given; a network is asked once for all."""
         if self.guessing < Guessing.REPETITIONS:
             return
@@ -157,14 +165,11 @@ class RowChooser:
         for node, own in zip(nodes, chances, strict=True):
             if node.is_certain and not self.tree.is_newest(node):
                 continue
-            is_doubtful = self._name_repetitions(node) < _SURE and node.position < self.last_position
-            if is_doubtful and node is not self.tree.prompt:  # the first token waits for no network
+            if self._name_repetitions(node) < _SURE and node.position < self.last_position:
                 doubtful.append(node)
                 chance += own
-        network = self._network if self.guessing >= Guessing.EXITS else None
-        if self._heard < len(self.tree.history):
-            return
-        if network is None or not doubtful or not network.is_worth(chance):
+        network = self._network if asks_network and self.guessing >= Guessing.EXITS else None
+        if network is None or self._heard < len(self.tree.history) or not doubtful or not network.is_worth(chance):
             return
         paths, texts = [self.tree.guessed(node) for node in doubtful], [self.tree.text(node) for node in doubtful]
         for node, guesses in zip(doubtful, network.guesses(paths, texts), strict=True):
@@ -185,9 +190,12 @@ class RowChooser:
 
     def _draft_again(self) -> None:
         """Have the network name what follows the newest certain token, which was a guess when it entered."""
-        root = self.tree.root
-        if self._network is not None and root is not self._drafted:
-            self._drafted = root
+        root, network = self.tree.root, self._network
+        if network is None or root is self._drafted:
+            return
+        self._drafted = root
+        named = self._successors.get(root.number)
+        if network.reads_states or named is None or NETWORK not in named.by_boundary:
             self.name_drafts(root)
 
     def forget_dropped(self) -> None:

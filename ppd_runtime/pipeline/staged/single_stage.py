@@ -138,7 +138,7 @@ class SingleStage(StagedDecider):
         self.cached_tokens = self.stage.cached_tokens
         self._tree.prompt.hidden = RowState(states, states.shape[1] - 1)
         self._chooser.follow_text()
-        self._chooser.name_drafts(self._tree.prompt)
+        self._chooser.name_drafts(self._tree.prompt, asks_network=False)  # the first token waits for no network
 
     def _run_pass(self) -> Machine:
         nodes = self._chooser.choose(self.rows)
