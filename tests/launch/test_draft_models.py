@@ -66,10 +66,10 @@ def hits(folder: str, **settings: Any) -> int:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_right_names_are_hits(folder: str, model_folder: ModelFolder, stages: int) -> None:
-    """From the first token on: the draft model reads the prompt."""
+    """From the first token on: the draft model reads the prompt. Of four tokens of a pass three were its rows."""
     settings = {"stages": stages, "transport": "local", "exit_head": "shared" if stages == 2 else None}
-    assert hits(folder, drafter=folder, **settings) >= 21
-    assert hits(folder, drafter=str(model_folder("llama", num_layers=1, seed=9)), **settings) < 15
+    assert hits(folder, drafter=folder, **settings) >= 16
+    assert hits(folder, drafter=str(model_folder("llama", num_layers=1, seed=9)), **settings) < 12
 
 
 def test_a_draft_model_needs_stages_and_the_vocabulary(folder: str, tmp_path: Path) -> None:
