@@ -250,7 +250,7 @@ class PPDRuntime(TextGenerator):
         begin = Begin(CLIENT, 0, prompt_ids, params, bool(live), self._traced, watched=watched, foreseen=foreseen)
         begin = self._numbered(begin)
         ending.start_clock()
-        outside, new_tokens, guessable = 0, 0, frozenset(self._specs[-1].guess_tokens)
+        outside, new_tokens, guessable = 0, 0, frozenset(self._specs[self.layout.guesser].guess_tokens)
         call, name_of = RequestClient(exchange, begin, ending), workers.supervisor.name_of
         try:
             while True:

@@ -44,8 +44,8 @@ def with_layout(
     The stages' devices are assumed to be alike, and like this process'. If it has none of their kind, or cannot measure
     or store, cuts are even, passes have one row, and given rows are assumed to cost nothing.
     """
-    main, stages = specs[DECIDER], given.num_processes
-    guesses = specs[-1]  # a first or middle stage; a single one guesses itself
+    main, stages = specs[DECIDER], given.num_stages
+    guesses = specs[given.guesser]
     cuts = config.cuts if isinstance(config.cuts, tuple) else None
     costs = None
     if not (cuts and config.rows == 1):
@@ -56,7 +56,7 @@ def with_layout(
     logger.info("%s, rows=%d, k=%d", layout.title(main.info.num_layers), layout.rows, layout.k)
     if stages == 1 and layout.rows == 1:
         logger.warning("stages=1: a further row of a pass costs as much as a pass here, so decoding is ordinary")
-    layout = replace(layout, guess_vocab=given.guess_vocab, repetitions=given.repetitions)
+    layout = replace(layout, guess_vocab=given.guess_vocab, repetitions=given.repetitions, drafts=given.drafts)
     chosen = [replace(spec, layout=layout) for spec in specs]
     return [replace(spec, code={k: files for k, files in spec.code.items() if k in spec.code_kinds}) for spec in chosen]
 

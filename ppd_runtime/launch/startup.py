@@ -93,13 +93,15 @@ def prepare(specs: list[WorkerSpec], config: RuntimeConfig, launcher: str, progr
 
 def _with_draft_prepared(spec: WorkerSpec, config: RuntimeConfig, progress: Progress) -> WorkerSpec:
     """The specification with code for its draft model, if it has one, whose weights are ready."""
-    draft = spec.drafter
-    if not isinstance(draft, DraftModelInfo) or spec.rank != spec.layout.guesser:
+    draft, asks = spec.drafter, spec.layout.guesser if spec.layout.drafter is None else spec.layout.drafter
+    if not isinstance(draft, DraftModelInfo) or spec.rank != asks:
         return spec
     device = draft.device(spec.device)
     wanted = None if config.compile else config.compile  # a drafter that cannot be compiled is slower, no more
     code = code_for(wanted, draft.info, draft.dtype, device, draft.code_kinds, progress)
     share_weights(draft.info, draft.dtype, device, bool(code))
+    if spec.rank == spec.layout.drafter:
+        return replace(spec, code=code)
     return replace(spec, drafter=replace(draft, code=code))
 
 

@@ -71,7 +71,7 @@ def _fitting(
 ) -> NamedInfo | None:
     """The drafter as it runs beside layers on `device` that guess among these tokens; None if it does not suit them."""
     if isinstance(drafter, DraftModelInfo):
-        return _run_beside(config, drafter, device, guess_tokens)
+        return _run_beside(config, drafter, _draft_device(config, drafter, device), guess_tokens)
     takes_others = guess_tokens and drafter and drafter.takes_head and drafter.tokens != guess_tokens
     if drafter and config.stages != 1 and takes_others:
         _check_left_aside(config, drafter)
@@ -82,11 +82,17 @@ def _fitting(
 def _run_beside(
     config: RuntimeConfig, draft: DraftModelInfo, device: str, guess_tokens: tuple[int, ...]
 ) -> DraftModelInfo:
-    """How a draft model runs beside the layers that ask it."""
+    """How a draft model runs beside the layers that ask it, or on its own device."""
     device = draft.device(device)
     compiled = wants_code(config.compile, device)
     dtype = choose_dtype("auto", device, draft.info, config.threads_per_worker, compiled=compiled)
     return replace(draft, dtype=dtype, shortlist=tuple(token for token in guess_tokens if token < draft.vocab_size))
+
+
+def _draft_device(config: RuntimeConfig, draft: DraftModelInfo, beside: str) -> str:
+    if config.drafter_device is None:
+        return beside
+    return choose_device(config.drafter_device, draft.info.weights)
 
 
 def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
@@ -167,7 +173,14 @@ def staged_layout(config: RuntimeConfig, num_layers: int, joins: bool, guess_voc
         check_stages(num_layers, config.stages)
         cuts = even_cuts(num_layers, config.stages)
     rows = config.rows or (MOST_CHOSEN_ROWS if joins else 1)
-    return StagedLayout(cuts, rows, config.num_candidates, guess_vocab=guess_vocab, repetitions=config.repetitions)
+    return StagedLayout(
+        cuts,
+        rows,
+        config.num_candidates,
+        guess_vocab=guess_vocab,
+        repetitions=config.repetitions,
+        drafts=config.drafter_device is not None,
+    )
 
 
 def _guess_tokens(config: RuntimeConfig, info: ModelInfo, heads: Heads, drafter: NamedInfo | None) -> tuple[int, ...]:
@@ -214,6 +227,8 @@ def worker_specs(
 ) -> list[WorkerSpec]:
     """Specs of all processes, by rank; ValueError if this machine has no room for them."""
     by_ray = launcher == "ray"
+    if by_ray and config.drafter_device is not None:
+        raise ValueError(f"drafter_device={config.drafter_device!r} with Ray: choose launcher processes, or drop it")
     if by_ray and config.device.startswith("cuda:"):
         raise ValueError(
             f"device={config.device!r} with Ray, which gives each worker a GPU of its own: choose device cuda, or "
@@ -255,7 +270,30 @@ def worker_specs(
         )
         for rank in range(processes)
     ]
-    return [replace(spec, exit_head=_head_of(spec, heads)) for spec in specs]
+    specs = [replace(spec, exit_head=_head_of(spec, heads)) for spec in specs if spec.rank != layout.drafter]
+    if isinstance(drafter, DraftModelInfo) and layout.drafter is not None:
+        place = _draft_device(config, drafter, device)
+        if place == "cuda" and devices[-1].startswith("cuda"):
+            place = devices[-1]
+        specs.append(_draft_worker(specs[layout.guesser], drafter, layout.drafter, place))
+    return specs
+
+
+def _draft_worker(first: WorkerSpec, draft: DraftModelInfo, rank: int, device: str) -> WorkerSpec:
+    """The specification of a draft model's own process, from the first stage's."""
+    return replace(
+        first,
+        rank=rank,
+        info=draft.info,
+        dtype=draft.dtype,
+        device=device,
+        emulate=first.emulate and first.emulate.of_draft_model(draft.info.num_layers),
+        exit_head=SHARED,
+        guess_tokens=draft.shortlist,
+        drafter=draft,
+        draft_memory_mb=0,
+        prefix_cache_tokens=0,
+    )
 
 
 def all_code_kinds(specs: Iterable[WorkerSpec]) -> list[int]:

@@ -17,6 +17,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiling import read_code
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
+from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slots import NodeSlots
 from ppd_runtime.models.trained.drafter import DrafterInfo
@@ -114,10 +115,11 @@ def read_draft_model(told: Mapping[str, Any]) -> DraftModelInfo:
     return DraftModelInfo(**{**fields, "shortlist": tuple(told["shortlist"]), "code": read_code(told["code"])})
 
 
-def load_draft_model(draft: DraftModelInfo, beside: str) -> "DraftModel":
-    """The draft model, beside layers on the device `beside`."""
+def load_draft_model(draft: DraftModelInfo, beside: str, emulate: EmulatedDevice | None = None) -> "DraftModel":
+    """The draft model, beside layers on the device `beside`; `emulate` is theirs."""
     info, device = draft.info, draft.device(beside)
     stage = load_stage(info, info.num_layers, draft.dtype, device, draft.code, head_tokens=draft.shortlist)
+    emulated(stage, emulate and emulate.of_draft_model(info.num_layers))
     return DraftModel(stage, draft.tokens, info.max_positions)
 
 

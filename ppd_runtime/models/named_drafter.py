@@ -17,6 +17,7 @@ from ppd_runtime.models.draft_model import (
     load_draft_model,
     read_draft_model,
 )
+from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import Drafter, DrafterInfo, describe_drafter, load_drafter
 from ppd_runtime.models.trained.mtp import MTP, MtpDrafter, MtpInfo, describe_mtp, load_mtp
 from ppd_runtime.models.trained.published import PublishedInfo, describe_published, is_published, load_published
@@ -48,12 +49,16 @@ def describe_named(name: str, info: ModelInfo) -> NamedInfo:
     return describe_draft_model(name, info)
 
 
-def load_named(drafter: NamedInfo, model: PreTrainedModel, info: ModelInfo) -> LoadedDrafter:
-    """The drafter beside `model`, which has the embedding, norm and head of `info`'s, on its device."""
+def load_named(
+    drafter: NamedInfo, model: PreTrainedModel, info: ModelInfo, emulate: EmulatedDevice | None
+) -> LoadedDrafter:
+    """The drafter beside `model`, which has the embedding, norm and head of `info`'s, on its device; `emulate` is the
+    layers'.
+    """
     if isinstance(drafter, DrafterInfo):
         return load_drafter(drafter, model)
     if isinstance(drafter, DraftModelInfo):
-        return load_draft_model(drafter, str(model.device))
+        return load_draft_model(drafter, str(model.device), emulate)
     return load_published(drafter, model) if isinstance(drafter, PublishedInfo) else load_mtp(drafter, model, info)
 
 

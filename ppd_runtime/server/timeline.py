@@ -21,7 +21,7 @@ def layout_of(generator: TextGenerator) -> dict[str, Any]:
     return {
         "processes": names,
         "num_layers": layers,
-        "stages": layout.num_processes if staged else None,
+        "stages": layout.num_stages if staged else None,
         "exit_layer": None if staged else generator.exit_layer,
     }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from numbers import Integral, Real
@@ -74,6 +75,12 @@ def check_layers(num_layers: int, exit_layer: int) -> None:
     check_whole("num_layers", num_layers, 2)
     check_whole("exit_layer", exit_layer, 1)
     check_exit_layer(exit_layer, num_layers)
+
+
+def check_device(name: str, value: object) -> None:
+    """Raise ValueError for what names no kind of device."""
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{name}={value!r}: choose auto, cpu, cuda or cuda:<number>")
 
 
 def check_exit_layer(exit_layer: int, num_layers: int) -> None:

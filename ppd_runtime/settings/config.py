@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from ppd_runtime.settings.checks import (
     check_bool,
     check_choice,
     check_depth,
+    check_device,
     check_exit_layer,
     check_int,
     check_workers,
@@ -58,9 +58,9 @@ _NUMBERS = (  # least and most
 )
 ROOM = ("max_requests", "max_cache_tokens", "prefix_cache_tokens", "draft_memory_mb")
 """Settings of the staged layout alone, of how much it holds."""
-_FOR_STAGES = ("drafter", "rows", "repetitions", *ROOM)
+_FOR_STAGES = ("drafter", "drafter_device", "rows", "repetitions", *ROOM)
 """Settings of the staged layout alone."""
-_LAYOUT_CHOICES = "k stages cuts drafter rows repetitions guess_vocab exit_layer workers"
+_LAYOUT_CHOICES = "k stages cuts drafter drafter_device rows repetitions guess_vocab exit_layer workers"
 _PLACE_CHOICES = (
     "threads_per_worker transport launcher ray_address bind_interface speculation run_ahead placement gpus_per_worker"
 )
@@ -133,8 +133,10 @@ class RuntimeConfig(Placed):
     drafter: str | None = None
     """With `stages`, a drafter's folder or hub name, mtp, a smaller model or none; default: what `ppd adapt` has kept
     for the model. It is a trained one, or a head of EAGLE-3 or DFlash in the format of the package speculators; mtp is
-    the layer behind the model's last that its own files have. A smaller model is named as `model` is, in any weight
-    format, and has the same vocabulary; it runs in the first stage's process."""
+    the layer behind the model's last that its own files have; a smaller model has the same vocabulary."""
+    drafter_device: str | None = None
+    """auto, cpu, cuda or cuda:<number>: the smaller model drafts in a process of its own there; default: in the first
+    stage's. The loss of that process costs time only."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
@@ -206,8 +208,7 @@ class RuntimeConfig(Placed):
         if self.weights is not None:
             check_choice("weights", self.weights, ALL_FORMATS)
         check_choice("speculation", self.speculation, SPECULATION)
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device={self.device!r}: choose auto, cpu, cuda or cuda:<number>")
+        check_device("device", self.device)
         self._check_placement()
         if self.compile is not None:
             check_bool("compile", self.compile)
@@ -257,6 +258,15 @@ class RuntimeConfig(Placed):
                 raise ValueError(f"{name}={value} with stages={self.stages}: is for the paper's layout, drop one")
         if not self.run_ahead:
             raise ValueError(f"run_ahead=False with stages={self.stages}: is for the paper's layout, drop one")
+        if self.drafter_device is not None:
+            self._check_drafter_device()
+
+    def _check_drafter_device(self) -> None:
+        check_device("drafter_device", self.drafter_device)
+        if self.drafter in (None, NONE):
+            raise ValueError(f"drafter_device={self.drafter_device}: is for a model that drafts, give drafter=MODEL too")
+        if self.stages == 1:
+            raise ValueError(f"drafter_device={self.drafter_device} with stages=1: one stage drafts between its passes")
 
     def _check_single_stage(self) -> None:
         """One stage guesses by the text alone; where nothing else is asked for, it is a thread of this process."""

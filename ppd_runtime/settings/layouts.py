@@ -59,7 +59,7 @@ class _Layout(ABC):
     def named(self, rank: int) -> str:
         """A process' name in a sentence."""
         name = self.name(rank)
-        return f"the {name}" if name in ("client", "main process") else name
+        return f"the {name}" if name in ("client", "main process", "drafter") else name
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class PaperLayout(_Layout):
     """Whether a sub-process runs without exit states if it can."""
     cuts: ClassVar[tuple[int, ...]] = ()
     """There are no borders between stages."""
+    drafter: ClassVar[int | None] = None
+    """There is no draft model's process."""
     tells_hits: ClassVar[bool] = True
     """Whether a token's message says which candidate was right; the first stage tells that later."""
     guesser: ClassVar[int] = 1
@@ -123,7 +125,10 @@ class PaperLayout(_Layout):
 
 @dataclass(frozen=True)
 class StagedLayout(_Layout):
-    """Stages in a row, each with its own layers; the last one, DECIDER, decides. A single stage has all layers."""
+    """Stages in a row, each with its own layers; the last one, DECIDER, decides. A single stage has all layers.
+
+    A draft model may have a process of its own, whose rank comes after the stages'; its layers are its model's.
+    """
 
     cuts: tuple[int, ...]
     rows: int
@@ -135,10 +140,22 @@ class StagedLayout(_Layout):
     """Tokens that boundaries guess among; None: the whole vocabulary."""
     repetitions: bool = True
     """Whether candidates come from the text's own repetitions, too."""
+    drafts: bool = False
+    """Whether a draft model has a process of its own."""
+
+    @property
+    def num_stages(self) -> int:
+        """The stages, each in a process."""
+        return len(self.cuts) + 1
 
     @property
     def num_processes(self) -> int:
-        return len(self.cuts) + 1
+        return self.num_stages + self.drafts
+
+    @property
+    def drafter(self) -> int | None:
+        """The rank of the draft model's process; None without one."""
+        return self.num_stages if self.drafts else None
 
     @property
     def guesser(self) -> int:
@@ -152,21 +169,25 @@ class StagedLayout(_Layout):
 
     @property
     def needed(self) -> frozenset[int]:
-        return frozenset(range(self.num_processes))
+        return frozenset(range(self.num_stages))
 
     def layers(self, rank: int, num_layers: int) -> tuple[int, int]:
+        if rank == self.drafter:
+            return 0, num_layers
         borders = (0, *self.cuts, num_layers)
         place = self.place(rank)
         return borders[place], borders[place + 1]
 
     def name(self, rank: int) -> str:
+        if rank == self.drafter:
+            return "drafter"
         return "client" if rank == CLIENT else f"stage {self.place(rank) + 1}"
 
     def short_name(self, rank: int) -> str:
-        return f"stage-{self.place(rank) + 1}"
+        return "drafter" if rank == self.drafter else f"stage-{self.place(rank) + 1}"
 
     def place(self, rank: int) -> int:
-        return (rank - 1) % self.num_processes
+        return rank if rank == self.drafter else (rank - 1) % self.num_stages
 
     def shape(self) -> dict[str, Any]:
         return {"cuts": list(self.cuts), "rows": self.rows, "k": self.k}
@@ -174,7 +195,7 @@ class StagedLayout(_Layout):
     def title(self, num_layers: int) -> str:
         if not self.cuts:
             return f"one stage of {num_layers} layers"
-        return f"{self.num_processes} stages cut after layers {', '.join(map(str, self.cuts))} of {num_layers}"
+        return f"{self.num_stages} stages cut after layers {', '.join(map(str, self.cuts))} of {num_layers}"
 
 
 Layout = PaperLayout | StagedLayout

@@ -231,7 +231,7 @@ def _title(timeline: Timeline) -> str:
     trace, hits = timeline.trace, [v.hit for v in timeline.verdicts if v.hit is not None]
     parts = [f"first {len(timeline.verdicts)} tokens", f"{trace.num_layers} layers"]
     if isinstance(trace.layout, StagedLayout):
-        parts.append(f"{trace.layout.num_processes} stages")
+        parts.append(f"{trace.layout.num_stages} stages")
     if trace.exit_layer is not None:
         parts += [f"exit after layer {trace.exit_layer}", f"hits {sum(hits)}, misses {len(hits) - sum(hits)}"]
     return ", ".join(filter(None, [*parts, trace.conditions]))

@@ -43,7 +43,7 @@ class MessageValidator:
             HeadStart: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.token_ids)),
             PromptStates: self._of_prompt,
             Rows: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.nodes), self._columns),
-            Guesses: lambda m: tokens(m.token_ids),
+            Guesses: lambda m: tokens(m.token_ids) or _of_guesses(m),
             Entries: lambda m: entries(m.entries),
             CatchUp: lambda m: tokens(m.token_ids) or ("" if m.entries is None else entries(m.entries)),
         }
@@ -88,6 +88,13 @@ class MessageValidator:
         if entries.dim() == 5 and entries.shape[1 : 1 + len(shape)] == shape and entries.dtype == self._dtype:
             return ""
         return f"entries {_form(entries)} and not of each token {[*shape]} in {self._dtype}"
+
+
+def _of_guesses(guesses: Guesses) -> str:
+    named, said, nodes = len(guesses.token_ids), len(guesses.chances), len(guesses.nodes)
+    if named == said and (named % nodes == 0 if nodes else named == 0):
+        return ""
+    return f"{named} tokens with {said} chances for {nodes} nodes"
 
 
 def _form(tensor: Tensor) -> str:

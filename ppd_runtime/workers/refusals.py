@@ -45,9 +45,10 @@ class Refusals:
         return True
 
     def _is_needed(self, message: Message, kind: str) -> bool:
-        if not CLIENT <= message.sender < self._spec.layout.num_processes:
-            return False
-        in_stages = isinstance(self._spec.layout, StagedLayout)
+        layout = self._spec.layout
+        if self._spec.rank == layout.drafter or not CLIENT <= message.sender < layout.num_processes:
+            return False  # nothing waits for a drafter
+        in_stages = isinstance(layout, StagedLayout) and message.sender != layout.drafter
         return message.sender == CLIENT or (in_stages and kind in (*_NEEDED, "message"))
 
     def _may_tell(self, request: int, final: bool) -> bool:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 from ppd_runtime.models.build import load_stage
+from ppd_runtime.models.draft_model import DraftModel, DraftModelInfo
 from ppd_runtime.models.named_drafter import LoadedDrafter, load_named
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
@@ -14,6 +15,7 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.speculation_policy import SpeculationPolicy
 from ppd_runtime.pipeline.staged.chances import GuessRecord
+from ppd_runtime.pipeline.staged.draft_worker import DraftWorker
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.guarded_drafts import DrafterHealth, GuardedDrafts, usable
@@ -54,7 +56,7 @@ class Role(ABC):
 
     def __init__(self, spec: WorkerSpec, stage: LayerRange) -> None:
         self.spec, self.stage = spec, stage
-        self.others = range(1, spec.layout.num_processes)
+        self.others = [rank for rank in range(1, spec.layout.num_processes) if rank != spec.layout.drafter]
 
     @abstractmethod
     def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
@@ -112,8 +114,10 @@ class StagedRole(Role):
         self._whole: LayerRange | None = None
         self._earlier = EarlierTexts(spec.draft_memory_mb) if spec.draft_memory_mb else None
         self._drafter: LoadedDrafter | None = None
-        if spec.drafter and spec.rank == layout.guesser:
-            self._drafter = usable(load_named, spec.drafter, stage.model, spec.info, vocab_size=spec.info.vocab_size)
+        if spec.drafter and spec.rank == layout.guesser and layout.drafter is None:
+            self._drafter = usable(
+                load_named, spec.drafter, stage.model, spec.info, spec.emulate, vocab_size=spec.info.vocab_size
+            )
         self._health = DrafterHealth()
         if self._rows.joins_requests:
             self.most_rows = max(layout.rows, self._rows.most_together)
@@ -149,6 +153,7 @@ class StagedRole(Role):
             policy,
             tells_states=drafter is not None and drafter.reads_states,
             tells_prompt=drafter is not None and drafter.reads_states and drafter.reads_prompt,
+            listeners=() if layout.drafter is None else (layout.drafter,),
         )
 
     def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
@@ -189,7 +194,7 @@ class StagedRole(Role):
         return self._whole
 
     def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
-        layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_processes, self._rows.another()
+        layout, rank, stages, stage = self.layout, self.spec.rank, self.layout.num_stages, self._rows.another()
         if rank != _FIRST:
             return MiddleStage(stage, head, rank, stages, layout.k, session.send, session.begin)
         return FirstStage(
@@ -206,6 +211,7 @@ class StagedRole(Role):
             row_cost=layout.row_cost,
             earlier=self._earlier,
             network=self._network(session.begin, sampler),
+            drafter=layout.drafter,
         )
 
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
@@ -224,8 +230,37 @@ class StagedRole(Role):
             session.machine.stage.begin(0)
 
 
+class DraftRole(Role):
+    """A draft model in a process of its own, whose layers are the draft model's."""
+
+    follows = True
+
+    def __init__(self, spec: WorkerSpec, stage: LayerRange, layout: StagedLayout) -> None:
+        super().__init__(spec, stage)
+        self.layout = layout
+        assert isinstance(spec.drafter, DraftModelInfo)
+        self._model = DraftModel(stage, spec.drafter.tokens, spec.info.max_positions)
+
+    def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
+        raise NotImplementedError("a drafter decides nothing")
+
+    def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
+        network = self._model.another()
+        ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
+        return DraftWorker(network, ranking, self.layout.k, self.spec.rank, _FIRST, session.send, session.begin)
+
+    def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
+        """A drafter has no rows."""
+
+    def release(self, session: Session) -> None:
+        if isinstance(session.machine, DraftWorker):
+            session.machine.release()
+
+
 def role_of(spec: WorkerSpec, stage: LayerRange) -> Role:
     """The role of a worker with these layers."""
+    if isinstance(spec.layout, StagedLayout) and spec.rank == spec.layout.drafter:
+        return DraftRole(spec, stage, spec.layout)
     if isinstance(spec.layout, StagedLayout):
         return StagedRole(spec, stage, spec.layout)
     return PaperRole(spec, stage, spec.layout)

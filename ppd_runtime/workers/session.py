@@ -9,6 +9,7 @@ from ppd_runtime.pipeline.paper.run_ahead import RunAheadSubProcess
 from ppd_runtime.pipeline.paper.sub_process import SubProcess
 from ppd_runtime.pipeline.ports import Machine, WaitFor, Work
 from ppd_runtime.pipeline.span_messages import pack
+from ppd_runtime.pipeline.staged.draft_worker import DraftWorker
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
@@ -31,7 +32,7 @@ _STAMPED = (HeadStart, Entries, Rows)
 
 Decider = MainProcess | LastStage | SingleStage
 """The machine of the process that decides tokens."""
-Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage
+Helper = SubProcess | RunAheadSubProcess | FirstStage | MiddleStage | DraftWorker
 """The machine of any other process."""
 
 

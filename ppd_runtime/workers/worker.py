@@ -38,7 +38,7 @@ from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.transport import Endpoint
-from ppd_runtime.workers.bits import Bits, bits_of
+from ppd_runtime.workers.bits import NO_BITS, Bits, bits_of
 from ppd_runtime.workers.joint_passes import JointPasses
 from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.open_requests import OpenRequests
@@ -92,6 +92,8 @@ class Worker:
 
     def bits(self) -> Bits:
         """Bits that must equal the other workers', with the model's files: hosts may have other files at one path."""
+        if self.spec.rank == self.spec.layout.drafter:
+            return NO_BITS  # another model's
         with current_device(self.spec.device):
             bits = bits_of(self.stage, with_head=not self.spec.guess_tokens)
         return replace(bits, hashes={**bits.hashes, "the model's files": model_fingerprint(self.spec.info)})

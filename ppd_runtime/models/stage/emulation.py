@@ -28,10 +28,18 @@ class EmulatedDevice:
     row_cost: float = 0.0
     """What a further row of a stage's pass adds, as a share of the first one's time."""
 
+    draft_ms: float = 0.0
+    """A draft model's pass over all its layers."""
+
     def __post_init__(self) -> None:
         check_number("layer_ms", self.layer_ms)
         check_number("head_ms", self.head_ms)
         check_number("row_cost", self.row_cost)
+        check_number("draft_ms", self.draft_ms)
+
+    def of_draft_model(self, num_layers: int) -> "EmulatedDevice":
+        """The device of a draft model of `num_layers` layers."""
+        return EmulatedDevice(self.draft_ms / num_layers)
 
     def pace(self, run: Callable[[], Tensor], num_layers: int, of_rows: bool) -> Tensor:
         """Compute as `LayerRange.pace`, then sleep until the device would have done it."""

@@ -28,6 +28,7 @@ class FirstStage(FollowerStage):
 
     Args:
         rows: most rows of a pass.
+        drafter: the rank of a draft model's process, which names tokens by itself.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class FirstStage(FollowerStage):
         row_cost: float = 0.0,
         earlier: EarlierTexts | None = None,
         network: NetworkDrafts | None = None,
+        drafter: int | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
+        self._drafter = drafter
         self.num_stages, self.rows = num_stages, rows
         self._network = network
         self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network)
@@ -75,6 +78,12 @@ class FirstStage(FollowerStage):
         self._reached = dict.fromkeys(self._behind(), 0)  # the newest pass that each later stage has finished
 
     def _take(self, message: Message) -> None:
+        if message.sender == self._drafter:
+            if isinstance(message, Guesses):
+                named = of_message(message.token_ids, message.chances, len(message.nodes))
+                for number, guesses in zip(message.nodes, named, strict=True):
+                    self.chooser.take_draft(number, guesses[: self.k])
+            return
         if isinstance(message, Token):
             self.chooser.guessing = message.guessing
             if message.hidden is not None:

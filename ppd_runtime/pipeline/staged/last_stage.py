@@ -44,6 +44,8 @@ _MOST_TOKENS = 2**22
 class LastStage(StagedDecider):
     """Decodes one request; `num_layers` are the whole model's, `others` the ranks of the stages before this one.
 
+    `listeners` are other ranks, which hear what is certain as stages do, and whose loss matters to nobody.
+
     With each token the stages hear what to guess after it, by the `policy`. If the first stage has a drafter's network
     (`tells_states`), it also hears what that reads of the token before, and of the prompt (`tells_prompt`).
 
@@ -61,9 +63,10 @@ class LastStage(StagedDecider):
         policy: SpeculationPolicy | None = None,
         tells_states: bool = False,
         tells_prompt: bool = False,
+        listeners: Sequence[int] = (),
     ) -> None:
         super().__init__(stage, send, begin, policy)
-        self.num_layers, self.others = num_layers, tuple(others)
+        self.num_layers, self.others, self._listeners = num_layers, tuple(others), tuple(listeners)
         self._tells_states, self._tells_prompt = tells_states, tells_prompt
         # above a predecessor's epochs: the client counts starts, and has its tokens
         self.epoch = (begin.epoch * _MOST_TOKENS + len(begin.delivered)) * _MOST_ATTEMPTS
@@ -76,7 +79,7 @@ class LastStage(StagedDecider):
 
     def _end(self, passes_before: int) -> None:
         """End all stages; the first one counts what boundaries named."""
-        self.send(self.others, End(DECIDER, self.begin.request))
+        self.send((*self.others, *self._listeners), End(DECIDER, self.begin.request))
         super()._end(passes_before)
 
     def _decode(self, stop: StopRule) -> Generator[Awaited, Any, int | None]:
@@ -103,7 +106,7 @@ class LastStage(StagedDecider):
             self.send((_FIRST,), replace(certain, hidden=self.stage.told(hidden)))
             self.send([rank for rank in self.others if rank != _FIRST], certain)
         else:
-            self.send(self.others, certain)
+            self.send((*self.others, *self._listeners), certain)
 
     def _newest_state(self) -> Generator[Awaited, Any, Tensor | None]:
         """The newest token's hidden state after all layers, `[1, 1, hidden_size]`; None after a cancel."""
@@ -177,7 +180,7 @@ class LastStage(StagedDecider):
         self.stage.begin(prompt_size + self.begin.params.max_new_tokens, self.begin.prompt_ids)
         self._tree = NodeTree(self.stage, self.history, prompt_size)
         self._arrivals, self._prompt = Arrivals(self._tree), ArrivingPrompt(self.stage, prompt_size)
-        self._tell_attempt(self.others)
+        self._tell_attempt((*self.others, *self._listeners))
 
     def _tell_attempt(self, stages: Sequence[int]) -> None:
         """Tell how the attempt begins; a stage that knows it learns the new certain tokens."""
@@ -227,8 +230,8 @@ class LastStage(StagedDecider):
         """Bring in restarted stages, which know nothing; a first stage sends everything again."""
         if set(ranks) & set(self.others) - {_FIRST}:
             self._again = True
-        elif _FIRST in ranks:
-            self._tell_attempt((_FIRST,))
+        else:
+            self._tell_attempt([rank for rank in (_FIRST, *self._listeners) if rank in ranks])
 
     def _succeed(self, epoch: int) -> None:
         """A predecessor of this stage had reached this attempt."""
@@ -236,6 +239,8 @@ class LastStage(StagedDecider):
 
     def _answer_missing(self, missing: Missing) -> None:
         """Tell a stage what it lacks: tokens of its attempt, or the prompt, which takes a new attempt."""
+        if missing.sender in self._listeners:
+            self._tell_attempt((missing.sender,))
         if missing.sender not in self.others:
             return
         if missing.epoch > self.epoch or (missing.epoch == self.epoch and missing.position > len(self.history)):

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
 _NEARLY = 0.5  # of the likeliest candidate's chance: a network is asked behind both at once, which reads it once
 _MOST_STATES = 256  # of tokens that a network has not followed yet
+_MOST_EARLY = 256  # places that a draft model's process has named tokens for, and the tree has not reached
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a pass
 _LEAST_OF_FREE = 0.005  # … that gets a further row which costs nothing
 
@@ -78,6 +79,7 @@ class RowChooser:
         self._most_states = _MOST_STATES + len(tree.history)
         if network is not None:
             network.forget()
+        self._early: dict[int, Sequence[Guess]] = {}  # what follows nodes that are not there yet, by their number
         self._drafted = tree.root  # the newest certain token for which the network has spoken
 
     def next_is_certain(self) -> bool:
@@ -120,6 +122,15 @@ class RowChooser:
         successors = self._successors.setdefault(node.number, Successors())
         if guesses:
             successors.by_boundary[boundary] = guesses
+
+    def take_draft(self, number: int, guesses: Sequence[Guess]) -> None:
+        """A draft model's process named what may follow a node, which may not be there yet."""
+        if (node := self.tree.get(number)) is not None and not (node.is_certain and not self.tree.is_newest(node)):
+            self.name(node, NETWORK, guesses)
+            return
+        self._early[number] = guesses
+        if len(self._early) > _MOST_EARLY:
+            del self._early[next(iter(self._early))]
 
     def note_states(self, position: int, states: Tensor) -> None:
         """States of certain tokens from a position on, `[tokens, layers, hidden_size]`, that a network reads."""
@@ -165,6 +176,8 @@ class RowChooser:
         for node, own in zip(nodes, chances, strict=True):
             if node.is_certain and not self.tree.is_newest(node):
                 continue
+            if (early := self._early.pop(node.number, None)) is not None and self.guessing >= Guessing.EXITS:
+                self.name(node, NETWORK, early)
             if self._name_repetitions(node) < _SURE and node.position < self.last_position:
                 doubtful.append(node)
                 chance += own
