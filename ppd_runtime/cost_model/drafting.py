@@ -1,4 +1,4 @@
-"""What drafters at boundary 0 gain, as functions of plain numbers: on one stage, on several.
+"""What drafters at boundary 0 gain, as functions of plain numbers: on one stage, on several, and a draft model.
 
 A drafter names tokens before any layer has run for them. A guess' chance is how likely it is right if all guesses
 before it on its path are; its path chance is the product of the chances along its path.
@@ -58,3 +58,30 @@ def expected_first_boundary(shares: Sequence[float], rows: int) -> float:
     check_whole("rows", rows, 1)
     *together, one_more = (shares[0] ** row for row in range(rows + 1))
     return math.fsum(j * share for j, share in enumerate(shares)) + one_more / math.fsum(together)
+
+
+def draft_model_time(chance: float, draft: float, stages: int, stage: float, waits_for: int = 0) -> float:
+    """Time of a token where a draft model on a device of its own drafts on while `stages` stages verify.
+
+    The draft model is right with the chance a, whatever came before, and takes D = `draft` for a token; a stage takes
+    s = `stage`, and ordinary decoding T = N·s. Texts consist of runs: right guesses up to a mistake, and the token that
+    the last stage puts in its place. A run has 1/(1 − a) tokens on average.
+
+    If D ≥ s, each guess enters alone and its decision comes D after the one before it, and a mistake's T after its
+    parent's: `a·D + (1 − a)·T`. If D < s, a pass takes up to n = s/D guesses, and a run lasts T for its first token and
+    s for each further pass that has a right guess of its own. With g guesses (`waits_for`) beside the first token, for
+    which its pass waits g·D, pass j from 0 on has one with the chance a^(1 + g + j·n), so there are
+    `a^(g + 1)/(1 − aⁿ)` of them: `(1 − a)·(T + g·D + s·a^(g + 1)/(1 − aⁿ))`.
+    """
+    check_share("chance", chance)
+    check_number("draft", draft)
+    check_number("stage", stage)
+    check_whole("stages", stages, 1)
+    check_whole("waits_for", waits_for, 0)
+    whole = stages * stage
+    if draft >= stage:
+        return chance * draft + (1 - chance) * whole
+    if chance == 1:
+        return draft
+    further = chance ** (waits_for + 1) / (1 - chance ** (stage / draft)) if draft else chance ** (waits_for + 1)
+    return (1 - chance) * (whole + waits_for * draft + stage * further)

@@ -264,7 +264,7 @@ class RuntimeConfig(Placed):
     def _check_drafter_device(self) -> None:
         check_device("drafter_device", self.drafter_device)
         if self.drafter in (None, NONE):
-            raise ValueError(f"drafter_device={self.drafter_device}: is for a model that drafts, give drafter=MODEL too")
+            raise ValueError(f"drafter_device={self.drafter_device}: is for a model that drafts, give drafter=MODEL")
         if self.stages == 1:
             raise ValueError(f"drafter_device={self.drafter_device} with stages=1: one stage drafts between its passes")
 

@@ -68,7 +68,7 @@ def test_a_lost_drafter_costs_no_token_and_comes_back(
 def test_what_a_drafters_process_needs(folder: str, tmp_path: Path) -> None:
     for settings, words in (
         ({"stages": 1, "drafter": "m", "drafter_device": "cpu"}, "with stages=1: one stage drafts between its passes"),
-        ({"stages": 2, "drafter_device": "cpu"}, "is for a model that drafts, give drafter=MODEL too"),
+        ({"stages": 2, "drafter_device": "cpu"}, "is for a model that drafts, give drafter=MODEL"),
         ({"stages": 2, "drafter": "none", "drafter_device": "cpu"}, "is for a model that drafts"),
         ({"stages": 2, "drafter": "m", "drafter_device": "tpu"}, "drafter_device='tpu': choose auto, cpu, cuda or"),
         ({"k": 2, "drafter_device": "cpu"}, "drafter_device=cpu: is for the staged layout"),

@@ -21,6 +21,7 @@ from ppd_runtime.pipeline.staged.tree import Node
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 _TICK = 1  # layers' time by which later stages may lag this one
+_WAIT_SHARE = 4  # of a pass' time, one in so many parts, for which a draft model's process is waited for
 
 
 class FirstStage(FollowerStage):
@@ -49,7 +50,7 @@ class FirstStage(FollowerStage):
         drafter: int | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
-        self._drafter = drafter
+        self._drafter, self._is_answered = drafter, drafter is not None
         self.num_stages, self.rows = num_stages, rows
         self._network = network
         self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network)
@@ -80,6 +81,7 @@ class FirstStage(FollowerStage):
     def _take(self, message: Message) -> None:
         if message.sender == self._drafter:
             if isinstance(message, Guesses):
+                self._is_answered = True
                 named = of_message(message.token_ids, message.chances, len(message.nodes))
                 for number, guesses in zip(message.nodes, named, strict=True):
                     self.chooser.take_draft(number, guesses[: self.k])
@@ -98,6 +100,8 @@ class FirstStage(FollowerStage):
                 self._tell_client()
                 if self.guessing != Guessing.NOTHING and (yield from self._keep_step()):
                     yield from self._take_all()
+            elif self._is_answered:
+                yield from self._await_drafts()
             if self._ends:
                 return
             if nodes := self.chooser.choose(self.rows):
@@ -141,6 +145,18 @@ class FirstStage(FollowerStage):
     def _name(self, nodes: Sequence[Node], hidden: Tensor) -> Machine:
         for node, guesses in (yield from self._guesses(nodes, hidden)):
             self.chooser.name(node, self.rank, guesses)
+
+    def _await_drafts(self) -> Machine:
+        """Wait a moment for what a draft model names behind a token that nobody foresaw: it enters beside the token.
+
+        One that did not answer in time is not waited for until it has named something again.
+        """
+        wanted = WaitFor(max(self.stage.num_layers // _WAIT_SHARE, 1))
+        while not self._ends and self.chooser.lacks_drafts(self.rows):
+            if (message := (yield wanted)) is None:
+                self._is_answered = False
+                return
+            self._take(message)
 
     def _keep_step(self) -> Generator[Awaited, Any, bool]:
         """Wait a moment until later stages have finished the passes before this one's last; returns whether it waited.

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _SURE = 0.8  # chance of a text's guess beside which a network is not asked
 _NEARLY = 0.5  # of the likeliest candidate's chance: a network is asked behind both at once, which reads it once
 _MOST_STATES = 256  # of tokens that a network has not followed yet
+_AWAITED_CHANCE = 0.1  # least chance of a path for which a pass waits for a draft model's process
 _MOST_EARLY = 256  # places that a draft model's process has named tokens for, and the tree has not reached
 _LEAST_CHANCE = 0.02  # least chance of a path that gets a pass
 _LEAST_OF_FREE = 0.005  # … that gets a further row which costs nothing
@@ -132,6 +133,20 @@ class RowChooser:
         if len(self._early) > _MOST_EARLY:
             del self._early[next(iter(self._early))]
 
+    def lacks_drafts(self, rows: int) -> bool:
+        """Whether a draft model's process has yet to name likely rows of a pass over the newest token."""
+        position = self.tree.root.position + 1
+        if self.guessing < Guessing.EXITS or position != len(self.tree.history) - 1:
+            return False
+        number, chance = number_of(self.tree.root.number, self.tree.history[-1]), 1.0
+        for _ in range(min(rows - 1, self.last_position - position)):
+            if number not in self._early:
+                return True
+            if not (guesses := self._early[number]) or chance * guesses[0][1] < _AWAITED_CHANCE:
+                return False
+            number, chance = number_of(number, guesses[0][0]), chance * guesses[0][1]
+        return False
+
     def note_states(self, position: int, states: Tensor) -> None:
         """States of certain tokens from a position on, `[tokens, layers, hidden_size]`, that a network reads."""
         if self._network is None or not self._network.reads_states:
@@ -155,7 +170,7 @@ class RowChooser:
         self._followed = len(history)
 
     def _tell_network(self, network: NetworkDrafts) -> None:
-        """Have the network read the certain tokens that it does not know yet, so far as it has what it reads of them."""
+        """Have the network read the certain tokens that it does not know yet, as far as their states are there."""
         known = len(self.tree.history)
         if network.reads_states:
             known = min(known, max(self._states, default=-1) + 2)
