@@ -32,7 +32,9 @@ def job() -> None:
     """Pipelined decoding as a job on a running Ray cluster."""
 
 
-_RUNTIME = options.runtime_but("layout", "launcher", "ray_address", "bind_interface", "run_ahead", "trace")
+_RUNTIME = options.runtime_but(
+    "layout", "launcher", "ray_address", "bind_interface", "run_ahead", "trace", "drafter_device"
+)
 """All but what a job decides itself."""
 BindInterface = Annotated[
     str | None, typer.Option(help="The driver's address, or auto: workers may be on any host then.")

@@ -70,6 +70,7 @@ JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "ray_address",  # of the cluster that it runs on
     "run_ahead",
     "timeout_s",
+    "drafter_device",  # a process that Ray does not start
 }
 NEGATED = {"no_run_ahead": "run_ahead", "no_repetitions": "repetitions", "no_generation_config": "generation_config"}
 OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
