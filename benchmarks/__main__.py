@@ -39,6 +39,7 @@ PLAN = (
     ("", f"layouts {_DEVICES} --layouts 'stages=4;rows=8;{_OFF},stages=6;rows=8;{_OFF}'"),
     ("", f"layouts {_DEVICES} --layouts 'stages=4;rows=8;{_OFF}' --temperature 1"),
     ("", f"layouts {_DEVICES} --layouts 'stages=4;rows=8;{_OFF}' --hop-ms 5"),
+    ("", "draft_models"),
     ("Hops between two processes", "hop --count 100"),
     ("The server", "serving --at-once 1,2,4,8,16"),
     ("", "serving --at-once 8 --requests 200 --bad-share 0.2 --leave-share 0.2 --kill-every-s 5"),
