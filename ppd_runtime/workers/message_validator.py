@@ -15,6 +15,7 @@ from ppd_runtime.pipeline.messages import (
     Guesses,
     HeadStart,
     Message,
+    Missing,
     PromptStates,
     Rows,
     Token,
@@ -30,6 +31,7 @@ class MessageValidator:
     def __init__(self, stage: LayerRange, spec: WorkerSpec) -> None:
         self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size
         self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
+        self._drafter = spec.layout.drafter
         self._head_start = spec.layout.head_start(spec.info.num_layers)
         told = spec.drafter.layers if spec.drafter else ()
         self._columns, self._told = 1 + sum(layer < spec.first_layer for layer in told), max(1, len(told))
@@ -54,6 +56,8 @@ class MessageValidator:
         """
         if not CLIENT <= message.sender < self._num_processes:
             return f"process {message.sender} is none of this runtime"
+        if message.sender == self._drafter and not isinstance(message, Guesses | Missing):
+            return "a drafter has no say in that"
         fault = self._faults.get(type(message))
         return fault(message) if fault else ""
 

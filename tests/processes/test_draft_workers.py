@@ -65,6 +65,18 @@ def test_a_lost_drafter_costs_no_token_and_comes_back(
     assert lost == ["the drafter is lost, a new one takes its place: signal 9 ended it"]
 
 
+def test_a_lost_first_stage_has_a_successor_with_a_draft_model(folder: str, ordinary: OrdinaryDecoding) -> None:
+    asked = {"max_new_tokens": 80, "ignore_eos": True}
+    expected = ordinary.generate(PROMPT, **asked).token_ids
+    with PPDRuntime(
+        folder, stages=2, drafter=folder, launcher="processes", speculation="always", emulate=SLOW
+    ) as runtime:
+        stream = runtime.stream(PROMPT, **asked)
+        tokens = [next(stream).token_id for _ in range(5)]
+        worker_processes()["stage-1"].kill()
+        assert (*tokens, *(step.token_id for step in stream)) == tuple(expected)
+
+
 def test_what_a_drafters_process_needs(folder: str, tmp_path: Path) -> None:
     for settings, words in (
         ({"stages": 1, "drafter": "m", "drafter_device": "cpu"}, "with stages=1: one stage drafts between its passes"),

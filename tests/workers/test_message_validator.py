@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models_for_tests import load_stage
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.pipeline.messages import (
     Begin,
+    Cancel,
     Candidate,
     CatchUp,
     End,
@@ -22,11 +24,13 @@ from ppd_runtime.pipeline.messages import (
     Missing,
     PromptStates,
     Rows,
+    Shutdown,
     Token,
 )
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.layouts import CLIENT, DECIDER, PaperLayout, StagedLayout
 from ppd_runtime.transport.local import LocalNetwork
+from ppd_runtime.workers.message_validator import MessageValidator
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -172,3 +176,15 @@ def test_stages_take_states_rows_and_guesses_of_their_model_alone(
     bad = staged_misfits(good, stage_worker.spec.info.vocab_size)
     check_what_is_taken(stage_worker, [*good.values()], bad, caplog)
     assert caplog.messages[0].startswith("left out what stage 1 sent, a PromptStates: hidden states [1, 2, ")
+
+
+def test_a_drafter_only_guesses_and_asks(model_folder: Callable[..., Path]) -> None:
+    folder, layout = model_folder(num_layers=NUM_LAYERS), StagedLayout((2,), 1, 2, drafts=True)
+    info = describe(str(folder))
+    validator = MessageValidator(load_stage(folder), WorkerSpec(1, layout, info, torch.float32, "cpu", 1))
+    for allowed in (Guesses(2, 1, 0, 0, (5,), (3,), (7,)), Missing(2, 1, 0)):
+        assert validator.fault(allowed) == ""
+    begin = Begin(2, 1, [1, 2], SamplingParams(3), live=True)
+    for message in (Token(2, 1, 3, 4, 0), Shutdown(2, 1), Cancel(2, 1), begin):
+        assert validator.fault(message) == "a drafter has no say in that"
+    assert validator.fault(Guesses(2, 1, 0, 0, (5,), (3, 4), (7,))) == "2 tokens with 1 chances for 1 nodes"
