@@ -72,6 +72,9 @@ def _fitting(
     """The drafter as it runs beside layers on `device` that guess among these tokens; None if it does not suit them."""
     if isinstance(drafter, DraftModelInfo):
         return _run_beside(config, drafter, _draft_device(config, drafter, device), guess_tokens)
+    if config.drafter_device is not None:
+        named = f"drafter_device={config.drafter_device!r} with drafter={config.drafter!r}"
+        raise ValueError(f"{named}, which is no model: it runs beside the first stage, drop one")
     takes_others = guess_tokens and drafter and drafter.takes_head and drafter.tokens != guess_tokens
     if drafter and config.stages != 1 and takes_others:
         _check_left_aside(config, drafter)
@@ -92,7 +95,8 @@ def _run_beside(
 def _draft_device(config: RuntimeConfig, draft: DraftModelInfo, beside: str) -> str:
     if config.drafter_device is None:
         return beside
-    return choose_device(config.drafter_device, draft.info.weights)
+    found = choose_device(config.drafter_device, draft.info.weights)
+    return beside if found == "cuda" and beside.startswith("cuda") else found
 
 
 def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
@@ -227,13 +231,8 @@ def worker_specs(
 ) -> list[WorkerSpec]:
     """Specs of all processes, by rank; ValueError if this machine has no room for them."""
     by_ray = launcher == "ray"
-    if by_ray and config.drafter_device is not None:
-        raise ValueError(f"drafter_device={config.drafter_device!r} with Ray: choose launcher processes, or drop it")
-    if by_ray and config.device.startswith("cuda:"):
-        raise ValueError(
-            f"device={config.device!r} with Ray, which gives each worker a GPU of its own: choose device cuda, or "
-            "launcher processes"
-        )
+    if by_ray:
+        _check_places(config)
     elsewhere = by_ray and not config.one_host  # this host's devices say nothing of the workers'
     device = config.device if elsewhere and config.device == "cuda" else choose_device(config.device, info.weights)
     compiled = wants_code(config.compile, device)
@@ -272,18 +271,28 @@ def worker_specs(
     ]
     specs = [replace(spec, exit_head=_head_of(spec, heads)) for spec in specs if spec.rank != layout.drafter]
     if isinstance(drafter, DraftModelInfo) and layout.drafter is not None:
-        place = _draft_device(config, drafter, device)
-        if place == "cuda" and devices[-1].startswith("cuda"):
-            place = devices[-1]
-        specs.append(_draft_worker(specs[layout.guesser], drafter, layout.drafter, place))
+        device = _draft_device(config, drafter, devices[-1])
+        specs.append(_draft_worker(specs[layout.guesser], drafter, device))
     return specs
 
 
-def _draft_worker(first: WorkerSpec, draft: DraftModelInfo, rank: int, device: str) -> WorkerSpec:
+def _check_places(config: RuntimeConfig) -> None:
+    """Raise ValueError for devices that Ray cannot give workers."""
+    if config.drafter_device is not None:
+        raise ValueError(f"drafter_device={config.drafter_device!r} with Ray: choose launcher processes, or drop it")
+    if config.device.startswith("cuda:"):
+        raise ValueError(
+            f"device={config.device!r} with Ray, which gives each worker a GPU of its own: choose device cuda, or "
+            "launcher processes"
+        )
+
+
+def _draft_worker(first: WorkerSpec, draft: DraftModelInfo, device: str) -> WorkerSpec:
     """The specification of a draft model's own process, from the first stage's."""
+    assert first.layout.drafter is not None
     return replace(
         first,
-        rank=rank,
+        rank=first.layout.drafter,
         info=draft.info,
         dtype=draft.dtype,
         device=device,
