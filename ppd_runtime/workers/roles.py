@@ -1,6 +1,7 @@
 """What a worker does in each layout: the machines that it runs, and what they need of it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.draft_model import DraftModel, DraftModelInfo
@@ -8,6 +9,7 @@ from ppd_runtime.models.named_drafter import LoadedDrafter, load_named
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.tree_range import TreeRange
+from ppd_runtime.models.trained.drafter import DraftNetwork
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
 from ppd_runtime.pipeline.messages import Begin
 from ppd_runtime.pipeline.paper.main_process import MainProcess
@@ -158,25 +160,18 @@ class StagedRole(Role):
 
     def _network(self, begin: Begin, sampler: Sampler) -> NetworkDrafts | None:
         """The drafter for a request."""
-        if self._drafter is None or (info := self.spec.drafter) is None:
+        if self._drafter is None:
             return None
         try:
-            network, stage = self._drafter.another(), self.stage
+            network = self._drafter.another()
         except (RuntimeError, MemoryError) as error:
             self._health.note_failure(error)
             return None
-        ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
-        capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * info.reads_prompt
-        return GuardedDrafts(
-            self._health,
-            network,
-            ranking,
-            self.layout.k,
-            capacity,
-            lambda: stage.layer_seconds * (stage.num_layers - stage.first_layer),
-            info.reads_prompt,
-            info.reads_states,
-        )
+        return _drafts(self.spec, self._health, network, begin, sampler, self._pass_seconds)
+
+    def _pass_seconds(self) -> float:
+        """The time of one token's pass through the stage; 0 while unknown."""
+        return self.stage.layer_seconds * (self.stage.num_layers - self.stage.first_layer)
 
     def _fits_one_process(self, begin: Begin) -> bool:
         """Whether this process could decode a request alone: not one that stages know already, nor one with a long
@@ -235,19 +230,17 @@ class DraftRole(Role):
 
     follows = True
 
-    def __init__(self, spec: WorkerSpec, stage: LayerRange, layout: StagedLayout) -> None:
+    def __init__(self, spec: WorkerSpec, stage: LayerRange) -> None:
         super().__init__(spec, stage)
-        self.layout = layout
         assert isinstance(spec.drafter, DraftModelInfo)
-        self._model = DraftModel(stage, spec.drafter.tokens, spec.info.max_positions)
+        self._model, self._health = DraftModel(stage, spec.drafter.tokens, spec.info.max_positions), DrafterHealth()
 
     def decider(self, session: Session, sampler: Sampler, policy: SpeculationPolicy) -> Decider:
         raise NotImplementedError("a drafter decides nothing")
 
     def helper(self, session: Session, head: AnyHead, sampler: Sampler) -> Helper:
-        network = self._model.another()
-        ranking = ShortlistSampler(sampler, network.tokens, self.spec.info.vocab_size)
-        return DraftWorker(network, ranking, self.layout.k, self.spec.rank, _FIRST, session.send, session.begin)
+        drafts = _drafts(self.spec, self._health, self._model.another(), session.begin, sampler, lambda: 0.0)
+        return DraftWorker(drafts, self.spec.rank, _FIRST, session.send, session.begin)
 
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:
         """A drafter has no rows."""
@@ -257,10 +250,26 @@ class DraftRole(Role):
             session.machine.release()
 
 
+def _drafts(
+    spec: WorkerSpec,
+    health: DrafterHealth,
+    network: DraftNetwork,
+    begin: Begin,
+    sampler: Sampler,
+    pass_seconds: Callable[[], float],
+) -> GuardedDrafts:
+    """What a worker asks for drafts in a request."""
+    assert spec.drafter is not None
+    reads_prompt, reads_states = spec.drafter.reads_prompt, spec.drafter.reads_states
+    capacity = begin.params.max_new_tokens + MOST_NODES + len(begin.prompt_ids) * reads_prompt
+    ranking = ShortlistSampler(sampler, network.tokens, spec.info.vocab_size)
+    return GuardedDrafts(health, network, ranking, spec.layout.k, capacity, pass_seconds, reads_prompt, reads_states)
+
+
 def role_of(spec: WorkerSpec, stage: LayerRange) -> Role:
     """The role of a worker with these layers."""
     if isinstance(spec.layout, StagedLayout) and spec.rank == spec.layout.drafter:
-        return DraftRole(spec, stage, spec.layout)
+        return DraftRole(spec, stage)
     if isinstance(spec.layout, StagedLayout):
         return StagedRole(spec, stage, spec.layout)
     return PaperRole(spec, stage, spec.layout)

@@ -16,6 +16,7 @@ from ppd_runtime.pipeline.staged.draft_worker import DraftWorker
 from ppd_runtime.pipeline.staged.first_stage import FirstStage
 from ppd_runtime.pipeline.staged.last_stage import LastStage
 from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
@@ -73,7 +74,8 @@ def time_of_a_token(
         machines[rank] = MiddleStage(places[rank - 1], nobody, rank, stages, 1, sends[rank], begin).serve()
     for rank, machine in machines.items():
         network.processes[rank] = VirtualProcess(clocks[(rank - 1) % stages], machine)
-    drafts = DraftWorker(drafter, drafter, 1, stages, 1, sends[stages], begin)
+    asked = NetworkDrafts(drafter, drafter, 1, 0, lambda: 0.0, reads_prompt=True, reads_states=False)
+    drafts = DraftWorker(asked, stages, 1, sends[stages], begin)
     network.processes[stages] = VirtualProcess(drafter.clock, drafts.serve())
     network.run()
     right = drafter._is_right[2 : tokens + 1]

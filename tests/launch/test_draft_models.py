@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from gguf_files import write_model
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.models import named_drafter
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.draft_model import DraftModelInfo
+from ppd_runtime.models.draft_model import DraftModel, DraftModelInfo
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 
 ModelFolder = Callable[..., Path]
@@ -70,6 +71,36 @@ def test_right_names_are_hits(folder: str, model_folder: ModelFolder, stages: in
     settings = {"stages": stages, "transport": "local", "exit_head": "shared" if stages == 2 else None}
     assert hits(folder, drafter=folder, **settings) >= 16
     assert hits(folder, drafter=str(model_folder("llama", num_layers=1, seed=9)), **settings) < 12
+
+
+@pytest.mark.parametrize("fails", ["begin", "follow", "draft", "another", "the weights"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_that_fails_costs_no_token(
+    folder: str,
+    ordinary: OrdinaryDecoding,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stages: int,
+    fails: str,
+) -> None:
+    settings = {"stages": stages, "transport": "local", "speculation": "always", "rows": 4}
+    expected = ordinary.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    if fails == "the weights":
+        monkeypatch.setattr(named_drafter, "load_draft_model", failing)
+    with PPDRuntime(folder, drafter=folder, **settings) as runtime:
+        if fails != "the weights":
+            monkeypatch.setattr(DraftModel, fails, failing)
+        for _ in range(2):
+            assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
+    assert [message for message in caplog.messages if "drafter" in message] == [
+        "no drafter guesses, for it cannot be loaded: no room"
+        if fails == "the weights"
+        else "the drafter fails, and is asked no more where it does: no room"
+    ]
+
+
+def failing(*arguments: Any) -> NoReturn:
+    raise RuntimeError("no room")
 
 
 def test_a_draft_model_needs_stages_and_the_vocabulary(folder: str, tmp_path: Path) -> None:

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hostile_drafters import FAILURES, HostileNetwork
+from torch import Tensor
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import ShortlistSampler
 from ppd_runtime.pipeline.messages import Begin, CatchUp, End, Guesses, Message, Missing, Token
 from ppd_runtime.pipeline.ports import WaitFor, next_wait
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import Guess
 from ppd_runtime.pipeline.staged.draft_worker import DraftWorker
+from ppd_runtime.pipeline.staged.guarded_drafts import DrafterHealth, GuardedDrafts
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import number_of
 from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.workers.message_validator import _of_guesses
 
@@ -33,7 +39,7 @@ class Counting:
     def begin(self, capacity: int) -> None:
         self.capacities.append(capacity)
 
-    def follow(self, tokens: Sequence[int], states: None) -> None:
+    def follow(self, tokens: Sequence[int], states: Tensor) -> None:
         self.text += tokens
 
     def draft(self, chains: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -52,8 +58,12 @@ class Drafting:
         self.network = Counting()
         params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
         self.begin = Begin(DECIDER, 1, [7, 8], params, live=True, **begin)
-        note = lambda addresses, message: self.sent.append(message)  # noqa: E731
-        machine = DraftWorker(self.network, self.network, 2, RANK, FIRST, note, self.begin)  # type: ignore[arg-type]
+        self.start(NetworkDrafts(self.network, self.network, 2, 84, lambda: 0.0, True, False))  # type: ignore[arg-type]
+
+    def start(self, drafts: NetworkDrafts) -> None:
+        """Begin the request with this network."""
+        self.sent.clear()
+        machine = DraftWorker(drafts, RANK, FIRST, lambda addresses, message: self.sent.append(message), self.begin)
         self.machine = machine.serve()
         self.wait = next_wait(self.machine, None)
 
@@ -122,6 +132,19 @@ def test_it_names_nothing_while_nothing_is_to_be_guessed_nor_behind_the_end() ->
     assert drafting.network.capacities[-1] == 0, "its memory is free"
 
 
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_network_that_fails_is_asked_no_more_in_its_request(failure: str) -> None:
+    network = HostileNetwork([7, 8, 9, 10], range(40), FAILURES[failure], after=1)
+    drafting, health = Drafting(), DrafterHealth()
+    ranking = ShortlistSampler(Sampler(drafting.begin.params, 2), network.tokens, 40)
+    drafting.start(GuardedDrafts(health, network, ranking, 2, 84, lambda: 0.0, True, False))
+    assert [message.nodes for message in drafting.drafts(200)] == [(0,)]
+    for certain in (token(2, 9), token(3, 30)):
+        drafting.hear(certain)
+        assert not drafting.drafts(200) and drafting.wait.patience is None
+    assert network.drafts == 2
+
+
 @pytest.mark.parametrize(
     ("nodes", "tokens", "said"),
     [((1,), (2, 3), (5,)), ((), (2,), (5,)), ((1, 2), (2, 3, 4), (5, 6, 7)), ((1, 2, 3), (4,), (5,))],
@@ -130,20 +153,20 @@ def test_lists_that_do_not_fit_are_refused(nodes: Any, tokens: Any, said: Any) -
     assert "chances for" in _of_guesses(Guesses(RANK, 1, 0, 0, nodes, tokens, said))
 
 
-@pytest.mark.parametrize("kind", ["any tokens", "no tokens of the model", "no numbers", "an error"])
+@pytest.mark.parametrize("kind", ["any tokens", "no tokens of the model", "no numbers", "a failure", "an error"])
 def test_nonsense_costs_no_token(
     folder: str, ordinary: OrdinaryDecoding, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """What it names; a drafter that fails is started again, and given up in the end."""
+    """Also where its network fails, and where the process does: it is started again, and given up in the end."""
     drawn = random.Random(0)
 
-    def nonsense(self: DraftWorker, path: Sequence[int]) -> list[Guess]:
-        if kind == "an error" and drawn.random() < 0.1:
+    def nonsense(self: NetworkDrafts, paths: Any, texts: Any) -> list[list[Guess]]:
+        if kind in ("a failure", "an error") and drawn.random() < 0.1:
             raise RuntimeError("no memory")
         most = 10**6 if kind == "no tokens of the model" else 299
-        return [(drawn.randrange(most), math.nan if kind == "no numbers" else drawn.random()) for _ in range(3)]
+        return [[(drawn.randrange(most), math.nan if kind == "no numbers" else drawn.random()) for _ in range(3)]]
 
-    monkeypatch.setattr(DraftWorker, "_guesses", nonsense)
+    monkeypatch.setattr(GuardedDrafts if kind == "an error" else NetworkDrafts, "guesses", nonsense)
     given = {"stages": 2, "transport": "local", "speculation": "always", "emulate": EmulatedDevice(1.0)}
     with PPDRuntime(folder, drafter=folder, drafter_device="cpu", **given) as runtime:
         for sampling in ({}, {"temperature": 1.0, "seed": 3}):

@@ -2,26 +2,26 @@
 
 from collections.abc import Iterator, Sequence
 
-from ppd_runtime.models.trained.drafter import DraftNetwork
-from ppd_runtime.models.trained.exit_heads import ShortlistSampler
 from ppd_runtime.pipeline.messages import Begin, CatchUp, End, Guesses, Message, Missing, Report, Token
 from ppd_runtime.pipeline.ports import Call, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Guessing
-from ppd_runtime.pipeline.staged.chances import Guess, in_millionths
+from ppd_runtime.pipeline.staged.chances import in_millionths
+from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Text, merged, number_of
 from ppd_runtime.settings.layouts import DECIDER
 
 _LEAST_CHANCE = 0.02  # of a path, as in the first stage
 _ASK_AGAIN = 8  # tokens later, since the answer may be lost
+_MOST_PLACES = 256  # with those that are named
 
 
 class _Place:
     """A place in the text or behind it, whose number is that of the stages' node there."""
 
     def __init__(self, number: int, chance: float, path: tuple[int, ...] = ()) -> None:
-        self.number, self.chance, self.path = number, chance, path
+        self.number, self.chance, self.path, self.is_asked = number, chance, path, False
         self.children: dict[int, _Place] = {}
-        """What is named to follow; empty before anything is."""
+        """What is named to follow."""
 
     def all(self) -> "Iterator[_Place]":
         """The place and all behind it."""
@@ -37,21 +37,16 @@ class DraftWorker:
     wrong at any time: stages need none of its messages.
 
     Args:
-        network: for this request alone; it reads tokens, and no states.
-        ranking: the request's, over the network's tokens.
-        k: tokens to name behind a place.
+        drafts: for this request alone; its network reads tokens, and no states.
         rank: this process'.
         first: the first stage's.
     """
 
-    def __init__(
-        self, network: DraftNetwork, ranking: ShortlistSampler, k: int, rank: int, first: int, send: Send, begin: Begin
-    ) -> None:
-        self._network, self._ranking, self._k = network, ranking, k
-        self.rank, self._first, self.send, self.begin = rank, first, send, begin
+    def __init__(self, drafts: NetworkDrafts, rank: int, first: int, send: Send, begin: Begin) -> None:
+        self._drafts, self.rank, self._first, self.send, self.begin = drafts, rank, first, send, begin
         self.history = [*begin.prompt_ids]
         self.drafts = 0
-        """Places behind which it has named tokens."""
+        """Places behind which its network was asked."""
         self._root, self._guessing = _Place(0, 1.0), begin.guessing
         self._read = self._ask_at = 0
         self._over = False
@@ -59,7 +54,6 @@ class DraftWorker:
 
     def serve(self) -> Machine:
         """Follow the request to its end."""
-        self._network.begin(len(self.begin.prompt_ids) + self.begin.params.max_new_tokens + MOST_NODES)
         self._take(self.begin)
         wanted: WaitFor
         while not self._over:
@@ -73,7 +67,7 @@ class DraftWorker:
 
     def release(self) -> None:
         """Free the memory: the request is over."""
-        self._network.begin(0)
+        self._drafts.release()
 
     def report(self) -> Report:
         """The process' counts: a draft counts as a pass through a layer."""
@@ -108,21 +102,23 @@ class DraftWorker:
             self._root = place
 
     def _likeliest(self) -> _Place | None:
-        """The likeliest place behind which nothing is named yet; None once there is no likely one, or no room."""
+        """The likeliest place behind which nothing was asked yet; None once there is no likely one, or no room."""
         places, best = 0, None
         for place in self._root.all():
             places += 1
-            is_open = not place.children and len(self.history) + len(place.path) - 1 <= self._last_position
+            is_open = not place.is_asked and len(self.history) + len(place.path) - 1 <= self._last_position
             if is_open and place.chance >= _LEAST_CHANCE and (best is None or place.chance > best.chance):
                 best = place
-        return best if places <= MOST_NODES * self._k and len(best.path if best else ()) < MOST_NODES else None
+        return best if places <= _MOST_PLACES and len(best.path if best else ()) < MOST_NODES else None
 
     def _name(self, place: _Place) -> Machine:
-        if self._read < len(self.history):
-            new, self._read = self.history[self._read :], len(self.history)
-            yield Call(self._network.follow, new, None)
-        named = yield Call(self._guesses, place.path)
+        for token in self.history[self._read :]:
+            self._drafts.follow(token, None)
+        self._read, place.is_asked = len(self.history), True
+        (named,) = yield Call(self._drafts.guesses, [place.path], [Text(self.history, self._read, place.path)])
         self.drafts += 1
+        if not named:
+            return
         for token, said in named:
             child = _Place(number_of(place.number, token), place.chance * said, (*place.path, token))
             place.children[token] = child
@@ -130,11 +126,6 @@ class DraftWorker:
         request, epoch = self.begin.request, self.begin.epoch
         numbers = (place.number,)
         self.send((self._first,), Guesses(self.rank, request, epoch, 0, numbers, tokens, in_millionths(named)))
-
-    def _guesses(self, path: Sequence[int]) -> Sequence[Guess]:
-        text = Text(self.history, len(self.history), path)
-        (named,) = self._ranking.guesses(self._network.draft([path]), [text], self._k)
-        return named
 
 
 def _speculation() -> Work:
