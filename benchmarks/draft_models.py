@@ -23,6 +23,7 @@ from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, new_parser, positive, run, share, table_of, whole_numbers
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model import drafting
+from ppd_runtime.models import named_drafter
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.workers import roles
@@ -55,7 +56,7 @@ class ToldModel:
 
     def draft(self, chains: Sequence[Sequence[int]]) -> Tensor:
         """Log-odds that give the named token the chance."""
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * len(chains))
         logits = torch.zeros(len(chains), self.vocab_size)
         for row, chain in enumerate(chains):
             place = min(self._known + len(chain), len(self.text) - 1)
@@ -105,12 +106,12 @@ def _expected(chance: float, draft: float, stages: int, whole: float) -> float:
 
 @contextmanager
 def _standing_for_draft_models(kind: type[ToldModel]) -> Iterator[None]:
-    before = roles.DraftModel, roles.load_draft_model
-    roles.DraftModel, roles.load_draft_model = kind, lambda *_: kind()  # type: ignore[assignment,misc]
+    before = roles.DraftModel, named_drafter.load_draft_model
+    roles.DraftModel, named_drafter.load_draft_model = kind, lambda *_: kind()  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        roles.DraftModel, roles.load_draft_model = before  # type: ignore[misc]
+        roles.DraftModel, named_drafter.load_draft_model = before  # type: ignore[misc]
 
 
 def table(figures: Figures) -> str:
