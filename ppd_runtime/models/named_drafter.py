@@ -39,13 +39,12 @@ def describe_named(name: str, info: ModelInfo) -> NamedInfo:
         return describe_mtp(info)
     if os.path.isfile(os.path.join(name, DrafterInfo.card_name())):  # noqa: PTH113, PTH118 (a Path raises on long names)
         return describe_drafter(name, info)
-    if not packaged_file(name) and not is_gguf(name):
-        try:
-            _, folder = find_model(name)
-        except ValueError as error:
-            raise ValueError(f"drafter={name!r}: {error}") from error
-        if is_published(folder):
-            return describe_published(name, info)
+    try:
+        folder = None if packaged_file(name) or is_gguf(name) else find_model(name)[1]
+    except ValueError as error:
+        raise ValueError(f"drafter={name!r}: {error}") from error
+    if folder is not None and is_published(folder):
+        return describe_published(name, info)
     return describe_draft_model(name, info)
 
 
