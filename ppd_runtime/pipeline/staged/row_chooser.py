@@ -288,10 +288,11 @@ class RowChooser:
     def _likeliest(self, waiting: list[_Candidate], most: int, has_rows: bool) -> list[_Candidate]:
         """Take the likeliest candidate of a heap, and with a network those that are nearly as likely, at most `most`.
 
+        A draft model runs nodes one after the other, so it is asked behind one at a time.
         After a pass' first row, a candidate has to be likelier than a row's cost: it saves one pass at most.
         """
         found: list[_Candidate] = []
-        if self._network is None or self.only_chains:
+        if self._network is None or not self._network.reads_states or self.only_chains:
             most = 1
         while waiting and len(found) < most:
             best = waiting[0]
