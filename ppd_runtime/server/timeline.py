@@ -17,12 +17,12 @@ def layout_of(generator: TextGenerator) -> dict[str, Any]:
     if not isinstance(generator, PPDRuntime):
         return {"processes": names, "num_layers": layers, "stages": None, "exit_layer": None}
     layout = generator.layout
-    staged = isinstance(layout, StagedLayout)
+    stages = layout.num_stages if isinstance(layout, StagedLayout) else None
     return {
         "processes": names,
         "num_layers": layers,
-        "stages": layout.num_stages if staged else None,
-        "exit_layer": None if staged else generator.exit_layer,
+        "stages": stages,
+        "exit_layer": None if stages else generator.exit_layer,
     }
 
 
