@@ -93,9 +93,9 @@ def test_one_that_fails_costs_no_token(
         for _ in range(2):
             assert runtime.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == expected
     assert [message for message in caplog.messages if "drafter" in message] == [
-        "no drafter guesses, for it cannot be loaded: no room"
+        "no drafter guesses, for it cannot be loaded: RuntimeError: no room"
         if fails == "the weights"
-        else "the drafter fails, and is asked no more where it does: no room"
+        else "the drafter fails, and is asked no more where it does: RuntimeError: no room"
     ]
 
 
