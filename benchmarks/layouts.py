@@ -89,7 +89,7 @@ def settings_of(layout: str) -> dict[str, Any]:
 
 def _prompts(ordinary: OrdinaryDecoding, options: argparse.Namespace) -> list[list[int]]:
     if options.prompts == EDITS:
-        return edit_prompts(ordinary)
+        return edit_prompts(ordinary)[: options.limit]
     if options.prompts == HELD_OUT:
         texts = held_out(options.limit)
     else:
