@@ -95,7 +95,7 @@ def _run_beside(
 def _draft_device(config: RuntimeConfig, draft: DraftModelInfo, beside: str) -> str:
     if config.drafter_device is None:
         return beside
-    found = choose_device(config.drafter_device, draft.info.weights)
+    found = choose_device(config.drafter_device, draft.info.weights, "drafter_device")
     return beside if found == "cuda" and beside.startswith("cuda") else found
 
 

@@ -126,16 +126,16 @@ def check_stages(num_layers: int, stages: int) -> None:
         raise ValueError(f"stages={stages}: with {num_layers} layers choose 2 to {num_layers}")
 
 
-def check_cuts(num_layers: int, cuts: Sequence[int]) -> None:
-    """One layer or several from 1 to d − 1, in rising order."""
+def check_cuts(num_layers: int, cuts: Sequence[int], name: str = "cuts") -> None:
+    """One layer or several from 1 to d − 1, in rising order; `name` is the setting's."""
     check_whole("num_layers", num_layers, 2)
     for cut in cuts:
-        check_whole("cuts", cut, 1)
+        check_whole(name, cut, 1)
     ends = [0, *cuts, num_layers]
     if not cuts or any(first >= last for first, last in itertools.pairwise(ends)):
         asked = ",".join(map(str, cuts))
         choice = f"with {num_layers} layers give layers from 1 to {num_layers - 1}, each above the one before"
-        raise ValueError(f"cuts={asked!r}: {choice}")
+        raise ValueError(f"{name}={asked!r}: {choice}")
 
 
 def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:

@@ -131,16 +131,27 @@ class TrainingRun(ABC):
 
 @contextlib.contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Keep other trainings from `out` meanwhile; raises ValueError if one is at work on it, or the lock fails."""
+    """Keep other trainings from `out`, which does not exist yet, meanwhile.
+
+    Raises:
+        ValueError: if another training is at work on it, the lock fails, or a new folder `out` cannot appear.
+    """
+    with locked(out, f"out={str(out)!r}: another training is at work on it: choose another folder"):
+        check_out(out)
+        yield
+
+
+@contextlib.contextmanager
+def locked(out: Path, if_taken: str) -> Iterator[None]:
+    """Keep other trainings from `out` meanwhile; ValueError if the lock fails, or `if_taken` if one has it."""
     lock = FileLock(out.with_name(out.name + ".unfinished.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(f"out={str(out)!r}: another training is at work on it: choose another folder") from error
+        raise ValueError(if_taken) from error
     except OSError as error:
         raise ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; choose another folder") from error
     try:
-        check_out(out)
         yield
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)

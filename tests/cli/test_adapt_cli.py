@@ -65,7 +65,7 @@ def test_all_cores_compute_unless_told(monkeypatch: pytest.MonkeyPatch, argument
         ("--minutes 0", "--minutes 0.0: give a finite number of at least 0.01"),
         ("--stages 2,x", "--stages 2,x: give whole numbers with commas between them"),
         ("--stages 9", "--stages 9: with 4 layers choose 2 to 4"),
-        ("--layers 4", "with 4 layers give layers from 1 to 3"),
+        ("--layers 4", "--layers 4: with 4 layers give layers from 1 to 3"),
         ("--stages 2 --layers 2", "stages and layers are both given: give one of them"),
         ("--prompts FOLDER/none", "none: No such file or directory; give a file of prompts"),
         ("--threads 0", "--threads 0: must be at least 1"),

@@ -186,6 +186,7 @@ def swap_weights(folder: Path) -> None:
         (shutil.rmtree, "holds no exit_head.json; give 'shared' or a folder"),
         (lambda folder: (folder / "exit_head.json").write_text("{"), "cannot be read .*train it again"),
         (lambda folder: (folder / "exit_head.json").write_text("[]"), "cannot be read .*train it again"),
+        (lambda folder: (folder / "exit_head.json").write_text("[" * 100_000), "cannot be read .*train it again"),
         (lambda folder: (folder / "exit_head.json").write_text('{"format": 1}'), "cannot be read .*'model'"),
         (lambda folder: damage_card(folder, format=9), "format 9 .*unknown to this version"),
         (lambda folder: damage_card(folder, kind="odd"), "kind 'odd'"),

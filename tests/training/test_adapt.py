@@ -38,6 +38,7 @@ from ppd_runtime.training.adapt.report import (
 from ppd_runtime.training.adapt.sources import Source, prompts_of, shipped_prompts, texts_of
 from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all
 from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder
+from ppd_runtime.training.run import locked
 from ppd_runtime.tune.prompt_files import read_prompts
 from tools import ship_parts
 
@@ -408,6 +409,27 @@ def test_without_a_folder_stages_find_the_heads(
         assert [head.exit_layer for spec in runtime._specs if (head := spec.exit_head) != "shared"] == [2]
 
 
+def test_parts_that_a_killed_run_did_not_move_are_kept(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run moves them before it begins, and alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = {"prompts": str(prompts), "layers": (2,), "minutes": 0.02}
+    kept = Path(adapt(str(folder), **given).folder)
+    left = kept.rename(kept.with_name(kept.name + ".new"))
+    begun = left.with_name(left.name + ".unfinished")
+    begun.mkdir()
+    (begun / "spent.json").write_text("9999")
+    with pytest.raises(ValueError, match="another run adapts it: wait, or give out"), locked(left, "taken"):
+        adapt(str(folder), **given)
+    assert left.is_dir()
+    with pytest.raises(KeyboardInterrupt):
+        adapt(str(folder), progress=next(stopping(2)), **given)
+    assert describe_heads(kept, describe(str(folder)))
+    assert not (begun / "spent.json").exists()
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_layouts_are_measured_with_the_parts(
     folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
@@ -514,8 +536,10 @@ def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:
         ({"prompts": "a", "texts": "b"}, "prompts and texts are both given: give one of them"),
         ({"stages": (2,), "layers": (3,)}, "stages and layers are both given: give one of them"),
         ({"stages": (5,)}, "stages=5: with 4 layers choose 2 to 4"),
-        ({"layers": (3, 2)}, "cuts='3,2': with 4 layers give layers from 1 to 3"),
+        ({"layers": (3, 2)}, "layers='3,2': with 4 layers give layers from 1 to 3"),
         ({"prompts": "FOLDER/none.jsonl"}, "none.jsonl: No such file or directory; give a file of prompts"),
+        ({"prompts": ""}, ".: Is a directory; give a file of prompts"),
+        ({"texts": ""}, ".: Is a directory; give a file of texts"),
         ({"out": "FOLDER/none/out"}, "none/out': give a new folder in one that exists"),
     ],
 )

@@ -114,18 +114,18 @@ def _round_seconds(weights: list[Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def choose_device(device: str, weights: str | None = None) -> str:
+def choose_device(device: str, weights: str | None = None, name: str = "device") -> str:
     """The device for "auto": a GPU if PyTorch sees one, but a CPU for `weights` of few bits, whose products run on
-    CPUs; raises ValueError for a GPU that it does not see."""
+    CPUs; raises ValueError for a GPU that it does not see. `name` is the setting's."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() and not weights else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; choose cpu or auto")
+        raise ValueError(f"{name}={device!r}: PyTorch sees no GPU here; choose cpu or auto")
     number = torch.device(device).index
     if number is not None and number >= (count := torch.cuda.device_count()):
         there = "one GPU" if count == 1 else f"{count} GPUs"
         last = "" if count == 1 else f" to cuda:{count - 1}"
-        raise ValueError(f"device={device!r}: PyTorch sees {there} here; choose cuda:0{last}, or cuda")
+        raise ValueError(f"{name}={device!r}: PyTorch sees {there} here; choose cuda:0{last}, or cuda")
     return device
 
 

@@ -130,7 +130,7 @@ def describe_part(part: type[P], folder: str | Path, info: ModelInfo) -> P:
     try:
         found = _read_card(part, path)
         whole = hashlib.sha256((path / part.tensors_name()).read_bytes()).hexdigest() == found.weights_sha256
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name}: its {part.NOUN} cannot be read ({reason}); train it again") from error
     if not whole:

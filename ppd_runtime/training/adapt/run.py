@@ -46,7 +46,7 @@ from ppd_runtime.training.adapt.settings import AdaptSettings
 from ppd_runtime.training.adapt.sources import prompts_of, sha256, texts_of
 from ppd_runtime.training.adapt.states import KeptStates, KeptText, Reader, read_all, room
 from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, write_json
-from ppd_runtime.training.run import alone
+from ppd_runtime.training.run import alone, locked
 from ppd_runtime.tune.match_rates import cpu_threads
 
 _ANSWERED, _READ, _TRAINED_BEFORE_DRAFTER, _TRAINED = 0.27, 0.5, 0.7, 0.95
@@ -81,19 +81,25 @@ def adapt(
     info = describe(model, place.get("weights"))
     layouts, kept = chosen.layouts(info), kept_heads_folder(info)
     out = chosen.out or kept.with_name(kept.name + ".new")
-    if chosen.out is None:
-        shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it moved this
-    with alone(out):
+    with alone(out) if chosen.out else locked(out, f"model {model!r}: another run adapts it: wait, or give out"):
+        if chosen.out is None and out.is_dir():  # whole parts of a run that was killed before it moved them
+            _move(out, kept)
         ordinary = OrdinaryDecoding(model, **place)
         with cpu_threads(ordinary.config.threads_per_worker):
             report = _Adaptation(ordinary, chosen, layouts, out, progress).run(str(chosen.out or kept))
         if chosen.out is None:
-            shutil.rmtree(kept, ignore_errors=True)
-            out.rename(kept)
+            _move(out, kept)
         config = RuntimeConfig(model, **{name: value for name, value in place.items() if name in ASKED})
         report = replace(report, plan=_planned(config, ordinary.info, chosen, progress))
         _write_report(Path(report.folder), report)
     return report
+
+
+def _move(whole: Path, kept: Path) -> None:
+    """Put whole parts in the kept ones' place; what is left of their training goes, too."""
+    shutil.rmtree(kept, ignore_errors=True)
+    whole.rename(kept)
+    shutil.rmtree(unfinished(whole), ignore_errors=True)
 
 
 def _planned(config: RuntimeConfig, info: ModelInfo, settings: AdaptSettings, progress: Progress) -> dict[str, Any]:
@@ -140,7 +146,7 @@ class _Adaptation:
         self._ordinary, self._settings, self._layouts, self._out = ordinary, settings, layouts, out
         self._tell, self._layers = progress, sorted({cut for cuts in layouts for cut in cuts})
         of_texts = settings.texts
-        self._sources = texts_of(of_texts, ordinary) if of_texts else prompts_of(settings.prompts, ordinary)
+        self._sources = texts_of(of_texts, ordinary) if of_texts is not None else prompts_of(settings.prompts, ordinary)
         self._fingerprint = model_fingerprint(ordinary.info)
         self._about = {
             "model_fingerprint": self._fingerprint,
@@ -192,7 +198,7 @@ class _Adaptation:
         return ((text, of_text) for text, of_text in both if self._sources[text.source].held_out == held_out)
 
     def _texts(self) -> list[Text]:
-        if self._settings.texts:
+        if self._settings.texts is not None:
             return [Text(number, source.token_ids, 1) for number, source in enumerate(self._sources)]
         answering = Answering(self._ordinary, self._sources, self._folder / "answers.jsonl")
         if not (self._folder / "texts.jsonl").exists():  # kept states are of the answers that there were

@@ -49,7 +49,7 @@ class AdaptSettings:
         """The cuts of each layout that the heads are for; ValueError where the model has no such boundaries."""
         check_depth(info.num_layers, "an early exit", info.name)
         if self.layers is not None:
-            check_cuts(info.num_layers, tuple(self.layers))
+            check_cuts(info.num_layers, tuple(self.layers), "layers")
             return [tuple(self.layers)]
         usual = [stages for stages in _USUAL_STAGES if stages <= info.num_layers]
         return [even_cuts(info.num_layers, stages) for stages in sorted({*(self.stages or usual)})]

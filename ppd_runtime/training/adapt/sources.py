@@ -45,7 +45,7 @@ def prompts_of(file: str | None, generator: TextGenerator) -> list[Source]:
     Raises:
         ValueError: naming the file and the line that is broken, or a file without two prompts that fit the model.
     """
-    source = file or str(shipped_prompts())
+    source = str(shipped_prompts()) if file is None else file
     most = min(LONGEST_PROMPT, (generator.info.max_positions or LONGEST_PROMPT + 1) - 1)
     kinds: dict[str, list[tuple[int, ...]]] = {}
     for prompt in sorted(_different(read_prompts(source)), key=lambda prompt: _digest(prompt.text)):
