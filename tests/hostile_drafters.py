@@ -46,7 +46,7 @@ FAILURES: dict[str, Callable[[Tensor], object]] = {
 }
 """What a network gives or raises in place of logits; each is noticed."""
 NONSENSE: dict[str, Callable[[Tensor], object]] = {
-    "one token for ever": lambda logits: torch.eye(1, logits.shape[1]) * 50,
+    "one token for ever": lambda logits: torch.eye(1, logits.shape[1]).expand_as(logits) * 50,
     "another mind each time": lambda logits: logits[:, torch.randperm(logits.shape[1])],
     "all the same": torch.zeros_like,
     "nothing likely": lambda logits: logits - float("inf"),

@@ -163,4 +163,4 @@ def test_a_drafter_of_other_tokens_is_left_aside_or_refused(model: str, caplog: 
     with pytest.raises(ValueError, match="names 100 tokens, others than stages guess among; give guess_vocab=100"):
         PPDRuntime(model, stages=2, guess_vocab=7, drafter=folder)
     with pytest.raises(ValueError, match="drafter_device='cpu' with drafter='.*', which is no model: it runs beside"):
-        PPDRuntime(model, stages=2, drafter=folder, drafter_device="cpu")
+        PPDRuntime(model, stages=2, drafter=folder, drafter_device="cpu", transport="local")

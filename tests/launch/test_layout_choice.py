@@ -109,6 +109,7 @@ def test_a_runtime_measures_once_and_chooses_by_what_was_found(cache, model_fold
         "row_cost": 0.25,
         "guess_vocab": None,
         "repetitions": True,
+        "drafts": False,
     }
     assert _layout(folder, stages=2, rows=2).stats.layout == StagedLayout((4,), 2, 3, 0.25)
     assert _layout(folder, cuts="2", rows=2, k=1).stats.layout == StagedLayout((2,), 2, 1, 0.25)

@@ -97,7 +97,7 @@ def test_logits_by_plain_formulas(made: Made, monkeypatch: pytest.MonkeyPatch) -
                 torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{"stages": 1}, {"stages": 2}, {"stages": 1, "weights": "int8"}], ids=str)
+@pytest.mark.parametrize("settings", [{"stages": 1}, {"stages": 2}], ids=str)
 def test_stages_ask_it(made: Made, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     heard: list[int] = []
     follow = MtpDrafter.follow

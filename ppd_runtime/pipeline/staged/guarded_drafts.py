@@ -116,6 +116,8 @@ class _Checked:
         logits = self._network.draft(chains)
         if logits.shape != (len(chains), len(self.tokens)):
             raise ValueError(f"logits {[*logits.shape]} for {len(chains)} chains and {len(self.tokens)} tokens")
+        if not logits.is_floating_point():
+            raise ValueError(f"logits of {logits.dtype}")
         if not bool((logits < float("inf")).all()):
             raise ValueError("logits that are NaN or infinitely high")
         return logits
