@@ -20,7 +20,7 @@ from ppd_runtime.models.trained.heads import AFFINE, GATED, describe_heads, mode
 from ppd_runtime.models.trained.kept_heads import kept_heads_folder
 from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.config import RuntimeConfig
-from ppd_runtime.training.adapt import answers, run
+from ppd_runtime.training.adapt import answers, run, work_folder
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
 from ppd_runtime.training.adapt.head_choice import OWN, HeadChoice, TriedHead, choose_head
@@ -518,6 +518,39 @@ def test_other_settings_are_refused_while_one_is_unfinished(folder: Path, prompt
         adapt(str(folder), progress=next(stopping(2)), layers=(2,), **given)
     with pytest.raises(ValueError, match=r"unfinished training with layers=\[2\], not \[3\]"):
         adapt(str(folder), layers=(3,), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("settings.json", "[]"),
+        ("settings.json", "{"),
+        ("spent.json", "null"),
+        ("heads-began.json", ""),
+        ("answers.jsonl", "nothing\n"),
+        ("answers.jsonl", "{}\n"),
+        ("answers.jsonl", "[99999, 0, [1, 2]]\n"),
+        ("texts.jsonl", "[0]\n"),
+        ("layer-2.bf16", ""),
+    ],
+)
+def test_a_damaged_file_of_a_stopped_run_is_named(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    monkeypatch.setattr(work_folder, "_SAVE_EVERY_S", 0.0)
+
+    def stop(line: str) -> None:
+        if line.startswith("heads: step"):
+            raise KeyboardInterrupt
+
+    given = {"prompts": str(prompts), "minutes": 0.02, "layers": (2,), "out": tmp_path / "heads"}
+    with pytest.raises(KeyboardInterrupt):
+        adapt(str(folder), progress=stop, **given)
+    place = run.unfinished(tmp_path / "heads")
+    assert (place / name).stat().st_size, "it was written before"
+    (place / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}: is damaged; delete .*heads.unfinished to begin again"):
+        adapt(str(folder), **given)
 
 
 def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.config import IN_PROCESS_SETTINGS
 from ppd_runtime.text import StopRule
 from ppd_runtime.training.adapt.sources import ANSWER_TOKENS, Source
-from ppd_runtime.training.adapt.work_folder import Clock, Progress, in_words, whole_lines
+from ppd_runtime.training.adapt.work_folder import Clock, Progress, damaged, in_words, whole_lines
 
 _MOST_DECODERS = 8
 ROUNDS = 10
@@ -48,7 +48,9 @@ class Answering:
     def __init__(self, ordinary: OrdinaryDecoding, sources: Sequence[Source], file: Path) -> None:
         self._ordinary, self._sources, self._file = ordinary, sources, file
         self._turn, self._stopped = threading.Lock(), False
-        self._answers: list[tuple[int, int, list[int]]] = [tuple(line) for line in whole_lines(file)]
+        self._answers: list[tuple[int, int, list[int]]] = [tuple(line) for line in whole_lines(file, 3)]
+        if not all(number in range(len(sources)) for number, *_ in self._answers):
+            raise damaged(file)
 
     def texts(self) -> list[Text]:
         """The answers so far, each behind its prompt."""

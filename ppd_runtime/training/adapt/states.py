@@ -14,7 +14,7 @@ from torch import Tensor
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.training.adapt.answers import Text
-from ppd_runtime.training.adapt.work_folder import whole_lines
+from ppd_runtime.training.adapt.work_folder import damaged, whole_lines
 from ppd_runtime.tune.match_rates import exit_states
 
 _HEAD_ROWS = 64  # places whose logits are computed together
@@ -41,6 +41,9 @@ class KeptStates:
         layers: those after which states are kept, in rising order.
         hidden_size: of a state.
         dtype: the states' in the files.
+
+    Raises:
+        ValueError: if a file has less than the index says, or the index is damaged.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class KeptStates:
     ) -> None:
         self._folder, self.layers, self._hidden_size, self._dtype = folder, tuple(layers), hidden_size, dtype
         self._index = folder / "texts.jsonl"
-        self._texts: list[tuple[int, int]] = [tuple(line) for line in whole_lines(self._index)]
+        self._texts: list[tuple[int, int]] = [tuple(line) for line in whole_lines(self._index, 2)]
         for path, bytes_of_place in self._files():
             path.touch()
+            if path.stat().st_size < self.num_places * bytes_of_place:
+                raise damaged(path)
             os.truncate(path, self.num_places * bytes_of_place)
 
     @property

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, write_json
+from ppd_runtime.training.adapt.work_folder import Clock, Progress, WorkFolder, in_words, read_seconds, write_json
 from ppd_runtime.training.checkpoint import Checkpoint
 from ppd_runtime.training.loop import Training
 
@@ -58,7 +58,7 @@ class TimedTraining(Training):
         """Train until `share` of the time is over, or all steps are taken."""
         if not self._began_file.exists():
             write_json(self._began_file, clock.spent)
-        self._clock, self._share, self._began = clock, share, float(self._began_file.read_text())
+        self._clock, self._share, self._began = clock, share, read_seconds(self._began_file)
 
         def tell(step: int, loss: float) -> None:
             progress(f"{self._name}: step {step}, loss {loss:.3f}, at most {in_words(clock.left(share))}")

@@ -30,8 +30,12 @@ class WorkFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ValueError(f"{folder}: no unfinished training can be kept there ({error})") from error
+        except ValueError as error:
+            raise damaged(file) from error
+        if not isinstance(before, dict):
+            raise damaged(file)
         for name, value in settings.items():
             if before.get(name) != value:
                 raise ValueError(
@@ -49,7 +53,7 @@ class Clock:
 
     def __init__(self, folder: WorkFolder, minutes: float) -> None:
         self._file, self.seconds = folder / "spent.json", 60 * minutes
-        self._before = json.loads(self._file.read_text()) if self._file.exists() else 0.0
+        self._before = read_seconds(self._file) if self._file.exists() else 0.0
         self._began = self._saved = time.monotonic()
 
     @property
@@ -73,8 +77,23 @@ def write_json(path: Path, value: Any) -> None:
         unfinished.write_text(json.dumps(value) + "\n", encoding="utf-8")
 
 
-def whole_lines(path: Path) -> list[Any]:
-    """The JSON values of a file's lines; an unfinished last line is cut off the file, for more to be appended."""
+def damaged(path: Path) -> ValueError:
+    """The error of a file that no run wrote so."""
+    return ValueError(f"{path}: is damaged; delete {path.parent} to begin again")
+
+
+def read_seconds(path: Path) -> float:
+    """The number that a file holds; ValueError if it is damaged."""
+    try:
+        return float(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged(path) from error
+
+
+def whole_lines(path: Path, length: int) -> list[Any]:
+    """The lists, of so many values each, of a file's lines of JSON; an unfinished last line is cut off the file, for
+    more to be appended. ValueError if another one is damaged.
+    """
     if not path.exists():
         return []
     content = path.read_bytes()
@@ -82,7 +101,13 @@ def whole_lines(path: Path) -> list[Any]:
     if len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise damaged(path) from error
+    if not all(isinstance(line, list) and len(line) == length for line in lines):
+        raise damaged(path)
+    return lines
 
 
 def in_words(seconds: float) -> str:
