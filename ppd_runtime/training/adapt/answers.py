@@ -64,6 +64,8 @@ class Answering:
         if not asked or self._is_over(clock, share):
             return
         waiting, decoders = iter(asked), list(_decoders(self._ordinary))
+        for one in decoders:  # compilers cannot run in several threads of a process
+            one.stage.compile_for(PassKind.SEVERAL)
         threads = max(1, self._ordinary.config.threads_per_worker // len(decoders))
         with ThreadPoolExecutor(len(decoders), "ppd-answers") as pool:
             turns = [pool.submit(self._answer, one, threads, waiting, clock, share, progress) for one in decoders]
@@ -86,7 +88,6 @@ class Answering:
     ) -> None:
         """Answer waiting prompts, several in a pass where that is possible, until none is left or the time is over."""
         torch.set_num_threads(threads)
-        decoder.stage.compile_for(PassKind.SEVERAL)
         rows, running = TreeRange(decoder.stage, _NODES), list[_Answer]()
         free = [rows, *(rows.another() for _ in range(1, rows.most_together if rows.joins_requests else 1))]
         while not self._is_over(clock, share):
