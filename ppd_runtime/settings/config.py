@@ -271,11 +271,11 @@ class RuntimeConfig(Placed):
             raise ValueError(f"drafter_device={self.drafter_device} with stages=1: one stage drafts between its passes")
 
     def _check_single_stage(self) -> None:
-        """One stage guesses by the text alone; where nothing else is asked for, it is a thread of this process."""
+        """One stage guesses by the text and a drafter; where nothing else is asked for, it is a thread of this process."""
         if self.stages != 1:
             return
-        if not self.repetitions:
-            raise ValueError("repetitions=False with stages=1: then there is nothing to guess from, drop one")
+        if not self.repetitions and self.drafter in (None, NONE):
+            raise ValueError("repetitions=False with stages=1: give drafter, then there is something to guess from")
         if self.exit_head not in (None, SHARED):
             raise ValueError(f"exit_head={self.exit_head!r} with stages=1: is for boundaries of stages, drop one")
         asks = (self.launcher, self.placement, self.ray_address, self.bind_interface, self.gpus_per_worker)

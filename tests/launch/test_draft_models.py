@@ -67,10 +67,13 @@ def hits(folder: str, **settings: Any) -> int:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_right_names_are_hits(folder: str, model_folder: ModelFolder, stages: int) -> None:
-    """From the first token on: the draft model reads the prompt. Of four tokens of a pass three were its rows."""
-    settings = {"stages": stages, "transport": "local", "exit_head": "shared" if stages == 2 else None}
-    assert hits(folder, drafter=folder, **settings) >= 16
-    assert hits(folder, drafter=str(model_folder("llama", num_layers=1, seed=9)), **settings) < 12
+    """From the first token on: the draft model reads the prompt. Of four tokens of a pass three are its rows."""
+    settings = {"stages": stages, "transport": "local", "repetitions": False}
+    if stages == 2:
+        settings["exit_head"] = "shared"
+    right = hits(folder, drafter=folder, **settings)
+    assert right >= 8  # of 18 where no draft is late
+    assert hits(folder, drafter=str(model_folder("llama", num_layers=1, seed=9)), **settings) < right
 
 
 @pytest.mark.parametrize("fails", ["begin", "follow", "draft", "another", "the weights"])

@@ -89,7 +89,7 @@ def occupied(tensor):
     ("settings", "words"),
     [
         ({"stages": 0}, "stages=0: must be at least 1"),
-        ({"stages": 1, "repetitions": False}, "repetitions=False with stages=1: then there is nothing to guess from"),
+        ({"stages": 1, "repetitions": False}, "repetitions=False with stages=1: give drafter"),
         ({"stages": 1, "exit_head": "heads"}, "exit_head='heads' with stages=1: is for boundaries"),
         ({"stages": 1, "k": 0}, "k=0: must be at least 1"),
         ({"stages": 5}, "stages=5: with 4 layers choose 2 to 4"),
