@@ -271,7 +271,7 @@ class RuntimeConfig(Placed):
             raise ValueError(f"drafter_device={self.drafter_device} with stages=1: one stage drafts between its passes")
 
     def _check_single_stage(self) -> None:
-        """One stage guesses by the text and a drafter; where nothing else is asked for, it is a thread of this process."""
+        """One stage guesses by the text and a drafter; unless more is asked for, it is a thread of this process."""
         if self.stages != 1:
             return
         if not self.repetitions and self.drafter in (None, NONE):
