@@ -133,12 +133,10 @@ class RuntimeConfig(Placed):
     drafter: str | None = None
     """With `stages`, a drafter's folder or hub name, mtp, a smaller model or none; default: the one of `ppd adapt`.
 
-    That is what it has kept for the model, or what ships with the package. A drafter is a trained one, or a head of
-    EAGLE-3 or DFlash in the format of the package speculators; mtp is the layer behind the model's last that its own
-    files have; a smaller model has the same vocabulary."""
+    A drafter is a trained one, or a head of EAGLE-3 or DFlash in the format of the package speculators; mtp is the layer
+    behind the model's last in its own files; a smaller model has the same vocabulary."""
     drafter_device: str | None = None
-    """auto, cpu, cuda or cuda:<number>: the smaller model drafts in a process of its own there; default: in the first
-    stage's. The loss of that process costs time only."""
+    """auto, cpu, cuda or cuda:<number>: the smaller model drafts in its own process; default: the first stage's."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
