@@ -133,7 +133,7 @@ class RuntimeConfig(Placed):
     drafter: str | None = None
     """With `stages`, a drafter's folder or hub name, mtp, a smaller model or none; default: the one of `ppd adapt`.
 
-    A drafter is a trained one, or a head of EAGLE-3 or DFlash in the format of the package speculators; mtp is the layer
+    A drafter is a trained one, or a head of EAGLE-3 or DFlash in the format of speculators; mtp is the layer
     behind the model's last in its own files; a smaller model has the same vocabulary."""
     drafter_device: str | None = None
     """auto, cpu, cuda or cuda:<number>: the smaller model drafts in its own process; default: the first stage's."""
