@@ -76,7 +76,6 @@ def test_a_packaged_model_has_the_same_fingerprint_wherever_it_lies(
 
 
 @needs_smollm2
-@pytest.mark.skipif(not SHIPPED.is_dir(), reason="no parts are shipped yet")
 def test_smollm2_brings_heads_and_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make parts` makes them again if this model's fingerprint is another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
