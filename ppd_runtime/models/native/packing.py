@@ -17,7 +17,7 @@ from ppd_runtime.models.native.formats import GROUP, NUMBER_FORMATS, Array, Numb
 from ppd_runtime.models.native.library import load
 from ppd_runtime.models.native.products import TILE
 
-LAYOUT = 3
+LAYOUT = 4
 """Version of packed matrices' memory layout."""
 _TAG, _MAGIC, _TAG_BYTES, _WHOLE = struct.Struct("<4sIIIqq"), b"ppdq", 64, 64
 _CHUNK = 4  # adjacent inputs of a row
@@ -71,7 +71,7 @@ def packed_rows(numbers: Numbers) -> Array:
     for some, rows in ((slice(whole), TILE), (slice(whole, None), outputs - whole)):
         if len(packed[some]):
             tiles = packed[some].reshape(-1, rows * packed.shape[1])
-            places, content = _places(tiles, numbers.form, rows, groups), _content(numbers.some(some), rows)
+            places, content = _places(tiles, numbers.form, rows), _content(numbers.some(some), rows)
             for place, part in zip(places, content, strict=True):
                 place[:] = part.reshape(place.shape)
     return packed
@@ -88,7 +88,7 @@ def unpack(packed: Tensor, rows: Sequence[int] | Tensor | None = None) -> Number
         content[whole * TILE * size : outputs * size],
     )
     parts = [(full[tiles[tiles < whole]], TILE), (rest[None][: np.count_nonzero(tiles == whole)], outputs % TILE)]
-    numbers = [_numbers(some, form, rows, inputs // GROUP) for some, rows in parts if len(some)]
+    numbers = [_numbers(some, form, rows) for some, rows in parts if len(some)]
     return Numbers.joined(numbers).some(place * TILE + chosen % TILE)
 
 
@@ -126,20 +126,21 @@ def _sizes(form: NumberFormat) -> list[int]:
     return [form.halves, of_minimums, *(GROUP * bits // 8 for bits in form.planes)]
 
 
-def _places(tiles: Array, form: NumberFormat, rows: int, groups: int) -> list[Array]:
-    """Views of tiles of `rows` rows, uint8 `[tiles, blocks or groups, bytes]`: scales, minimums, whole numbers of
-    either, and each plane; what a format lacks has no bytes."""
+def _places(tiles: Array, form: NumberFormat, rows: int) -> list[Array]:
+    """Views of tiles of `rows` rows, uint8 `[tiles, blocks, groups of a block or 1, bytes]`: scales, minimums, whole
+    numbers of either, and each plane; what a format lacks has no bytes."""
     parts, minimum_parts, *planes = _sizes(form)
+    blocks = tiles.reshape(len(tiles), -1, rows * _row_bytes(form.inputs, form))
     regions = [
-        (groups // form.groups, [1 if form.exponents else 2, 2 * form.has_minimum]),
-        (groups, [parts, minimum_parts]),
-        (groups, planes),
+        (1, [1 if form.exponents else 2, 2 * form.has_minimum]),
+        (form.groups, [parts, minimum_parts]),
+        (form.groups, planes),
     ]
     found, begin = [], 0
     for count, sizes in regions:
         end = begin + count * sum(sizes) * rows
-        region = tiles[:, begin:end].reshape(len(tiles), count, sum(sizes) * rows)
-        found += np.split(region, np.cumsum(np.array(sizes[:-1]) * rows), axis=2)
+        region = blocks[:, :, begin:end].reshape(*blocks.shape[:2], count, sum(sizes) * rows)
+        found += np.split(region, np.cumsum(np.array(sizes[:-1]) * rows), axis=3)
         begin = end
     return found
 
@@ -175,13 +176,14 @@ def _plane(codes: Array, bits: int, rows: int) -> Array:
     return lines.transpose(0, 2, 3, 1, 4)
 
 
-def _numbers(tiles: Array, form: NumberFormat, rows: int, groups: int) -> Numbers:
+def _numbers(tiles: Array, form: NumberFormat, rows: int) -> Numbers:
     """Numbers in tiles of `rows` rows."""
-    scales, minimums, parts, minimum_parts, *planes = _places(tiles, form, rows, groups)
+    scales, minimums, parts, minimum_parts, *planes = _places(tiles, form, rows)
 
     def in_rows(place: Array, dtype: type, *sizes: int) -> Array:
         """`[rows, blocks or groups, ..]`."""
-        array: Array = np.ascontiguousarray(place).view(dtype).reshape(len(tiles), place.shape[1], *sizes, rows)
+        count = place.shape[1] * place.shape[2]
+        array: Array = np.ascontiguousarray(place).view(dtype).reshape(len(tiles), count, *sizes, rows)
         return np.ascontiguousarray(np.moveaxis(array, -1, 1)).reshape(-1, *array.shape[1:-1])
 
     codes, shift = np.zeros((), np.uint8), 0
@@ -202,7 +204,8 @@ def _numbers(tiles: Array, form: NumberFormat, rows: int, groups: int) -> Number
 
 def _codes(plane: Array, bits: int, rows: int) -> Array:
     """A plane's codes, `[rows, groups, 32]`."""
-    lines = plane.reshape(*plane.shape[:2], bits, rows, _CHUNK).transpose(0, 3, 1, 2, 4)
+    groups = plane.shape[1] * plane.shape[2]
+    lines = plane.reshape(len(plane), groups, bits, rows, _CHUNK).transpose(0, 3, 1, 2, 4)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
     fields = (lines[:, :, :, None] >> shifts) & np.uint8(2**bits - 1)
-    return fields.reshape(-1, plane.shape[1], GROUP)
+    return fields.reshape(-1, groups, GROUP)

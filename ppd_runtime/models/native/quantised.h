@@ -12,9 +12,9 @@
 // none of them joined. So the bits of a token's product are the same in every form below, on every CPU, for any number of
 // tokens and threads.
 //
-// A packed matrix begins with a `Tag`. Rows stand in tiles of TILE, the last of what is left: first scales and minimums of all
-// blocks, then the whole numbers for them of all groups, then the codes of all groups. A row's stand beside the next one's.
-// Codes lie in planes, of their lowest bits and perhaps of their highest ones. In a plane of B bits a line holds four inputs of
+// A packed matrix begins with a `Tag`. Rows stand in tiles of TILE, the last of what is left. A tile has one block behind the
+// other, so that it is read from first to last: a block's scales and minimums, then the whole numbers for them of its groups,
+// then the codes of its groups. A row's stand beside the next one's. Codes lie in planes, of their lowest bits and perhaps of their highest ones. In a plane of B bits a line holds four inputs of
 // each row side by side, and 8 / B such chunks above each other: chunk c is in line c % B, from bit c / B * B on.
 
 #pragma once
@@ -84,7 +84,7 @@ struct Tag {
 };
 static_assert(sizeof(Tag) == 64);
 constexpr char MAGIC[] = "ppdq";
-constexpr uint32_t LAYOUT = 3;
+constexpr uint32_t LAYOUT = 4;
 constexpr int64_t WHOLE = 64;  // bytes of which a packed matrix takes a multiple
 
 // States of some tokens as whole numbers.
@@ -126,23 +126,21 @@ inline float power_of_two(uint8_t exponent) {
 template <const Format& F>
 class Row {
  public:
-  Row(const uint8_t* tile, int64_t rows, int64_t row, int64_t groups)
-      : heads_(tile), parts_(heads_ + groups / F.groups * F.head_bytes() * rows),
-        codes_(parts_ + groups * F.part_bytes() * rows), rows_(rows), row_(row) {}
+  Row(const uint8_t* tile, int64_t rows, int64_t row) : tile_(tile), rows_(rows), row_(row) {}
 
   float scale(int64_t group) const {
     const uint8_t* at = head(group);
     return F.exponents ? power_of_two(at[row_]) : half_to_float(half(at, row_));
   }
   int part(int64_t group, int of_half) const {
-    const uint8_t byte = parts_[(group * F.part_bytes() + of_half) * rows_ + row_];
+    const uint8_t byte = parts(group)[of_half * rows_ + row_];
     return F.shares_bytes ? byte & 15 : int8_t(byte);
   }
   // Of a half, or of the whole group.
   float minimum_of(int64_t group, int of_half) const {
     const float minimum = half_to_float(half(head(group) + F.scale_bytes() * rows_, row_));
     if (!F.halves) return minimum;
-    const uint8_t* at = parts_ + (group * F.part_bytes() + of_half) * rows_ + row_;
+    const uint8_t* at = parts(group) + of_half * rows_ + row_;
     return minimum * float(F.shares_bytes ? *at >> 4 : at[F.halves * rows_]);
   }
   int whole(int64_t group, int input) const {
@@ -152,10 +150,16 @@ class Row {
   }
 
  private:
-  const uint8_t *heads_, *parts_, *codes_;
+  const uint8_t* tile_;
   int64_t rows_, row_;
 
-  const uint8_t* head(int64_t group) const { return heads_ + group / F.groups * F.head_bytes() * rows_; }
+  const uint8_t* head(int64_t group) const { return tile_ + group / F.groups * F.row_bytes(F.groups) * rows_; }
+  const uint8_t* parts(int64_t group) const {
+    return head(group) + (F.head_bytes() + group % F.groups * F.part_bytes()) * rows_;
+  }
+  const uint8_t* codes(int64_t group) const {
+    return head(group) + (F.head_bytes() + F.groups * F.part_bytes() + group % F.groups * F.code_bytes()) * rows_;
+  }
   static uint16_t half(const uint8_t* at, int64_t number) {
     uint16_t found;
     std::memcpy(&found, at + number * sizeof found, sizeof found);
@@ -164,7 +168,7 @@ class Row {
   template <int B>
   int bits(int64_t group, int lines_before, int input) const {
     const int chunk = input / CHUNK;
-    const uint8_t* line = codes_ + (group * F.code_bytes() + (lines_before + chunk % B) * CHUNK) * rows_;
+    const uint8_t* line = codes(group) + (lines_before + chunk % B) * CHUNK * rows_;
     return line[row_ * CHUNK + input % CHUNK] >> chunk / B * B & ((1 << B) - 1);
   }
 };
@@ -180,7 +184,7 @@ void tile_plain(
   constexpr int HALVES = F.halves ? F.halves : 1, INPUTS = GROUP / HALVES;
   const int64_t groups = states.groups;
   for (int r = 0; r < rows; ++r) {
-    const Row<F> row(tile, rows, r, groups);
+    const Row<F> row(tile, rows, r);
     float sums[MOST_AT_ONCE] = {};
     for (int64_t g = 0; g < groups; ++g) {
       int q[GROUP];
@@ -208,7 +212,7 @@ typedef void (*RowInFloats)(const uint8_t* tile, int64_t rows, int64_t row, int6
 template <const Format& F>
 void row_in_floats(const uint8_t* tile, int64_t rows, int64_t number, int64_t groups, float* result) {
   constexpr int HALVES = F.halves ? F.halves : 1, INPUTS = GROUP / HALVES;
-  const Row<F> row(tile, rows, number, groups);
+  const Row<F> row(tile, rows, number);
   for (int64_t g = 0; g < groups; ++g)
     for (int h = 0; h < HALVES; ++h) {
       const float scale = F.halves ? row.scale(g) * float(row.part(g, h)) : row.scale(g);

@@ -92,26 +92,26 @@ typedef void (*SomeTokens)(const uint8_t* tile, const Rounded& states, int64_t t
 template <class V, const Format& F, int TOKENS>
 void some_tokens(const uint8_t* tile, const Rounded& states, int64_t token, float* result, int64_t outputs) {
   constexpr int VECTORS = TILE / V::ROWS;
-  const int64_t groups = states.groups;
-  const uint8_t* heads = tile;
-  const uint8_t* parts = heads + groups / F.groups * F.head_bytes() * TILE;
-  const uint8_t* codes = parts + groups * F.part_bytes() * TILE;
+  constexpr int64_t OF_BLOCK = F.row_bytes(F.groups) * TILE, OF_GROUP = OF_BLOCK / F.groups;  // bytes
   const typename V::Bytes table = V::table(F.table ? F.table : CURVE);
   typename V::Floats found[VECTORS][TOKENS] = {};
-  for (int64_t block = 0; block < groups; block += F.groups, heads += F.head_bytes() * TILE) {
+  for (int64_t block = 0; block < states.groups; block += F.groups, tile += OF_BLOCK) {
     Head<V> of_block[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) {
-      const uint8_t* scales = heads + v * V::ROWS * F.scale_bytes();
+      const uint8_t* scales = tile + v * V::ROWS * F.scale_bytes();
       of_block[v].scales = F.exponents ? V::powers_of_two(V::from_bytes(scales)) : V::from_halves(scales);
-      if (F.has_minimum) of_block[v].minimums = V::from_halves(heads + TILE * F.scale_bytes() + v * V::ROWS * 2);
+      if (F.has_minimum) of_block[v].minimums = V::from_halves(tile + TILE * F.scale_bytes() + v * V::ROWS * 2);
     }
-    for (int64_t g = block; g < block + F.groups; ++g, parts += F.part_bytes() * TILE, codes += F.code_bytes() * TILE) {
-      if constexpr (IS_TOLD) fetch_ahead<F.code_bytes() * TILE>(codes);
+    const uint8_t* parts = tile + F.head_bytes() * TILE;
+    const uint8_t* codes = parts + F.groups * F.part_bytes() * TILE;
+    for (int g = 0; g < F.groups; ++g, parts += F.part_bytes() * TILE, codes += F.code_bytes() * TILE) {
+      if constexpr (IS_TOLD) fetch_ahead<OF_GROUP>(tile + g * OF_GROUP);
+      const int64_t place = token * states.groups + block + g;
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; ++v)
         add_group<V, F, TOKENS>(
-            of_block[v], parts + v * V::ROWS, codes + v * V::ROWS * CHUNK, states, token * groups + g, table, found[v]);
+            of_block[v], parts + v * V::ROWS, codes + v * V::ROWS * CHUNK, states, place, table, found[v]);
     }
   }
   for (int t = 0; t < TOKENS; ++t)
