@@ -4,7 +4,8 @@
 
 The model computes its real tokens and sleeps until its layers' times have passed, in ordinary decoding too. The draft
 model is told the text: it names the right token with the given chance, whatever came before, and sleeps for its time.
-One stage asks it in its own process, several have it on a device of its own. Workers are threads.
+One stage asks it in its own process, several have it on a device of its own. Nothing else guesses: heads are never right,
+and repetitions are not looked for. Workers are threads.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
 from ppd_runtime.cost_model import drafting
 from ppd_runtime.models import named_drafter
 from ppd_runtime.models.stage.emulation import EmulatedDevice
+from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.results import GenerationResult
 from ppd_runtime.workers import roles
 
@@ -78,7 +80,7 @@ def measure(options: argparse.Namespace) -> Figures:
         drawn, whole, rows = float(right[len(_PROMPT) + 1 :].mean()), info.num_layers * options.layer_ms, []
         with _standing_for_draft_models(kind):
             for stages in options.stages:
-                found = _decoded(model, stages, device, params)
+                found = _decoded(model, info.vocab_size, stages, device, params)
                 speedup = before.stats.time_per_token_s / found.stats.time_per_token_s
                 expected = whole / _expected(drawn, options.draft_ms, stages, whole)
                 same = found.token_ids == before.token_ids
@@ -87,10 +89,13 @@ def measure(options: argparse.Namespace) -> Figures:
     return {"layer_ms": options.layer_ms, "draft_ms": options.draft_ms, "chance": options.chance, "rows": rows}
 
 
-def _decoded(model: str, stages: int, device: EmulatedDevice, params: SamplingParams) -> GenerationResult:
+def _decoded(
+    model: str, vocab_size: int, stages: int, device: EmulatedDevice, params: SamplingParams
+) -> GenerationResult:
     settings: dict[str, Any] = {"rows": _ROWS, "drafter": model, "draft_memory_mb": 0, "transport": "local"}
+    settings |= {"repetitions": False}
     if stages > 1:
-        settings |= {"drafter_device": "cpu", "repetitions": False, "exit_head": "shared"}
+        settings |= {"drafter_device": "cpu", "exit_head": OracleHead((), 0.0, vocab_size)}
     with PPDRuntime(model, stages=stages, speculation="always", emulate=device, **settings) as runtime:
         return runtime.generate(_PROMPT, params)
 
