@@ -4,8 +4,8 @@
 
 The model computes its real tokens and sleeps until its layers' times have passed, in ordinary decoding too. The draft
 model is told the text: it names the right token with the given chance, whatever came before, and sleeps for its time.
-One stage asks it in its own process, several have it on a device of its own. Nothing else guesses: heads are never right,
-and repetitions are not looked for. Workers are threads.
+One stage asks it in its own process, several have it on a device of its own. Nothing else guesses: heads are never
+right, and repetitions are not looked for. Workers are threads.
 """
 
 import argparse
