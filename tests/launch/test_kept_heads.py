@@ -20,9 +20,10 @@ ModelFolder = Callable[..., Path]
 
 @pytest.fixture
 def model(model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model, with heads for the layers 1 and 2 of 4 in a cache folder of the test's own."""
-    folder = model_folder("llama", num_layers=4)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """A model, with heads for the layers 1 and 2 of 4 in a folder of the test's own; compiled code is shared."""
+    folder, own = model_folder("llama", num_layers=4), tmp_path / "ppd_runtime"
+    own.mkdir()
+    monkeypatch.setattr(kept_heads, "cache_folder", lambda: own)
     kept = kept_heads_folder(describe(str(folder)))
     kept.mkdir()
     for layer in (1, 2):
