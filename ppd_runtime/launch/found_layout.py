@@ -131,7 +131,7 @@ def _about(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any]:
         "model": model_fingerprint(info),
         "format": [_dtype(config, info), info.weights],
         "place": [device, wants_code(config.compile, device), config.threads_per_worker],
-        "heads": str(config.exit_head or kept_heads(info)),
+        "heads": str(config.exit_head or kept_heads(info).heads),
         "drafter": (drafter := kept_drafter(info)) and drafter.weights_sha256,
     }
 

@@ -112,16 +112,17 @@ def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    """Kept heads for given cuts, or for all cuts of even stages."""
-    if config.num_subs == 0 or config.stages is None or not (found := kept_heads(info)):
+    """Kept heads for given cuts, or for all cuts of even stages but those whose heads are damaged."""
+    if config.num_subs == 0 or config.stages is None or not (kept := kept_heads(info)).heads:
         return {}
-    if isinstance(config.cuts, tuple):
-        return {cut: found[cut] for cut in config.cuts if cut in found}
-    cuts = even_cuts(info.num_layers, config.stages)
-    return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else {}
+    given = isinstance(config.cuts, tuple)
+    cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
+    if not given and not set(cuts) <= {*kept.heads, *kept.left_aside}:
+        return {}
+    return {cut: kept.heads[cut] for cut in cuts if cut in kept.heads}
 
 
-def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
+def with_layers_of(heads: Heads, config: RuntimeConfig, num_layers: int) -> RuntimeConfig:
     """The settings, with exit layer or cuts from trained heads if not given; ValueError if they differ."""
     if isinstance(heads, OracleHead) or not heads:
         return config
@@ -130,6 +131,8 @@ def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
         return replace(config, exit_layer=layers[0]) if config.exit_layer is None else config
     if config.cuts is None and len(layers) == config.stages - 1:
         return replace(config, cuts=layers)
+    if config.cuts is None and config.exit_head is None:  # kept ones: others of them are damaged
+        return replace(config, cuts=even_cuts(num_layers, config.stages))
     if others := [layer for layer in layers if layer not in (config.cuts or ())]:
         raise ValueError(
             f"exit_head={config.exit_head!r} was trained for layer {others[0]}, behind which there is no boundary: "

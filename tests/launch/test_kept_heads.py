@@ -1,6 +1,7 @@
 """Heads that `ppd adapt` has kept are found by the model's fingerprint, and used where they fit."""
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,13 +92,38 @@ def test_other_weights_have_other_heads(model: str, model_folder: ModelFolder) -
     assert layers_of(str(model_folder("llama", num_layers=4, seed=1)), stages=2) == []
 
 
-def test_damaged_heads_are_left_aside_with_a_line(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def damage(head: Path, how: str) -> None:
+    """Spoil a kept head."""
+    if how == "no card":
+        (head / "exit_head.json").unlink()
+    elif how == "another layer":
+        shutil.rmtree(head)
+        shutil.copytree(head.with_name("layer-3" if head.name == "layer-1" else "layer-1"), head)
+    else:
+        with (head / "exit_head.safetensors").open("r+b") as file:
+            file.truncate(100)
+
+
+@pytest.mark.parametrize("how", ["no card", "no tensors", "another layer"])
+def test_damaged_heads_are_left_aside_with_a_line_and_the_others_stay(
+    model: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = kept_heads_folder(describe(model))
-    with (kept / "layer-1" / "exit_head.safetensors").open("r+b") as file:
-        file.truncate(100)
+    make_head(kept / "layer-3", Path(model), AFFINE, 3)
+    assert sorted(layers_of(model, stages=4)) == [1, 2, 3]
+    assert not [line for line in caplog.messages if "CPU cores" not in line]
+    caplog.clear()
+    damage(kept / "layer-1", how)
+    assert sorted(layers_of(model, stages=4)) == [2, 3]
+    (line,) = [line for line in caplog.messages if "CPU cores" not in line]
+    assert line.startswith("the model's own head guesses after layer 1, not the kept one: ")
+    assert f"{kept}/layer-1" in line
+    assert line.endswith("; run `ppd adapt` for this model again, or give exit_head='shared'")
+    assert sorted(layers_of(model, stages=2)) == [2]
+    damage(kept / "layer-2", how)
     assert layers_of(model, stages=2) == []
-    (line,) = caplog.messages
-    assert line.startswith("the model's own heads guess, for the kept ones cannot be used: exit_head=")
+    with PPDRuntime(model, stages=4, transport="local") as runtime:
+        assert runtime.cuts == (1, 2, 3)
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])

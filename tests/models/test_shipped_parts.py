@@ -83,7 +83,7 @@ def test_smollm2_brings_heads_and_a_drafter(tmp_path: Path, monkeypatch: pytest.
     folder = SHIPPED / folder_name(info)
     assert drafter is not None
     assert drafter.folder.parent == folder
-    assert kept_heads(info).keys() == {7, 15, 22}
+    assert kept_heads(info).heads.keys() == {7, 15, 22}
     assert [place for place in SHIPPED.iterdir() if place != folder] == []
     assert sum(path.stat().st_size for path in folder.rglob("*")) <= ship_parts.MOST_BYTES
     report = json.loads((folder / ship_parts.REPORT).read_text())

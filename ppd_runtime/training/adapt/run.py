@@ -23,7 +23,7 @@ from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
 from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
-from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
+from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, head_name, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
@@ -271,7 +271,7 @@ class _Adaptation:
                 choice = training.choices[layer.layer]
                 head = HeadInfo(**self._known(folder, layer.layer), kind=AFFINE if choice.kind == OWN else choice.kind)
                 held_out = {"held_out": layer.after, "tried": asdict(choice)["tried"]}
-                save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
+                save_head(folder / head_name(layer.layer), training.heads[layer.layer], head, account | held_out)
             if drafter:
                 about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))
                 made = {"steps": drafter.steps, "held_out": report.greedy.drafter}
