@@ -162,6 +162,8 @@ def test_a_damaged_drafter_is_left_aside_and_one_that_is_named_is_refused(
     assert line.startswith("no drafter guesses, for the kept one cannot be used: drafter=")
     with pytest.raises(ValueError, match="drafter.safetensors is not what drafter.json describes"):
         PPDRuntime(model, stages=1, drafter=folder)
+    with pytest.raises(ValueError, match=r"drafter.json': is a file, not a drafter's folder; give the folder that it"):
+        PPDRuntime(model, stages=1, drafter=folder / "drafter.json")
     with pytest.raises(ValueError, match="drafter=mine: is for the staged layout"):
         PPDRuntime(model, k=1, drafter="mine")
     with pytest.raises(ValueError, match="drafter='mine': model 'mine' is neither a folder here nor"):

@@ -574,6 +574,10 @@ def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:
         ({"prompts": ""}, ".: Is a directory; give a file of prompts"),
         ({"texts": ""}, ".: Is a directory; give a file of texts"),
         ({"out": "FOLDER/none/out"}, "none/out': give a new folder in one that exists"),
+        (
+            {"out": "/proc/x"},
+            "out='/proc/x': nothing can be written in '/proc' (No such file or directory); give a new",
+        ),
     ],
 )
 def test_refusals_come_before_anything_is_written(

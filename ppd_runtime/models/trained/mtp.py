@@ -55,8 +55,7 @@ def describe_mtp(info: ModelInfo) -> MtpInfo:
     shapes = {name: file.get_slice(stored).get_shape() for name, stored, file in _stored(info)}
     for name in _OWN:
         if name not in shapes:
-            lacking = f"model.layers.{info.num_layers}.{name}"
-            raise ValueError(f"drafter='{MTP}': model {info.name!r} has no such layer (no {lacking}); {_ANOTHER}")
+            raise ValueError(f"drafter='{MTP}': model {info.name!r} {_lacking(info, name)}; {_ANOTHER}")
     size = model_config(info.folder).hidden_size
     for name, shape in shapes.items():
         if shape != (expected := [size, 2 * size] if name == _MIX else [size]):
@@ -76,15 +75,34 @@ def load_mtp(drafter: MtpInfo, model: PreTrainedModel, info: ModelInfo) -> "MtpD
     return MtpDrafter(network.requires_grad_(False).eval(), model, drafter.tokens)
 
 
+def _lacking(info: ModelInfo, name: str) -> str:
+    """What a model without the tensor `name` has in its place.
+
+    Layers that are named `mtp.…`, as in Qwen3-Next and Qwen3.5, belong to recurrent models, which do not run here.
+    """
+    wanted = f"model.layers.{info.num_layers}.{name}"
+    for file in _open_files(info):
+        for stored in sorted(file.keys()):
+            if any(part.startswith(MTP) for part in stored.split(".")):
+                return f"has such a layer as {stored}, a form that is not understood (there is no {wanted})"
+    return f"has no such layer (no {wanted})"
+
+
 def _stored(info: ModelInfo) -> Iterator[tuple[str, str, Any]]:
     """Which of `_OWN` a model's files have, by which names, and the open files."""
+    for file in _open_files(info):
+        for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            own = name.partition(f"layers.{info.num_layers}.")[2]
+            if layer_number(name) == info.num_layers and own in _OWN:
+                yield own, name, file
+
+
+def _open_files(info: ModelInfo) -> Iterator[Any]:
+    """A model's files of tensors, each open until the next one is asked for."""
     for path in weight_files(info.folder):
         try:
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    own = name.partition(f"layers.{info.num_layers}.")[2]
-                    if layer_number(name) == info.num_layers and own in _OWN:
-                        yield own, name, file
+                yield file
         except (OSError, SafetensorError) as error:
             raise ValueError(f"drafter='{MTP}': {path.name} cannot be read: {one_line(error)}") from error
 
