@@ -82,6 +82,19 @@ def _fitting(
     return drafter
 
 
+def _check_one_stage(config: RuntimeConfig, drafter: NamedInfo | None, guess_tokens: tuple[int, ...]) -> None:
+    """Raise ValueError for a guess_vocab that one stage cannot keep to: only draft models take other tokens there."""
+    if config.stages != 1 or config.guess_vocab is None or not guess_tokens or isinstance(drafter, DraftModelInfo):
+        return
+    if drafter is None:
+        reason = "one stage has no boundaries, and no drafter is asked"
+    elif sorted(drafter.tokens) != list(guess_tokens):
+        reason = f"one stage has no boundaries, and its drafter names {len(drafter.tokens)} tokens of its own"
+    else:
+        return
+    raise ValueError(f"guess_vocab={config.guess_vocab} with stages=1: {reason}; drop guess_vocab and guess_counts")
+
+
 def _run_beside(
     config: RuntimeConfig, draft: DraftModelInfo, device: str, guess_tokens: tuple[int, ...]
 ) -> DraftModelInfo:
@@ -107,8 +120,8 @@ def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
     tokens = len(drafter.tokens)
     named = f"drafter={config.drafter!r}: names {tokens} tokens, others than stages guess among"
     trained = isinstance(drafter, DrafterInfo)
-    way_out = f"give guess_vocab={tokens} with the drafter's guess_counts" if trained else "drop guess_vocab"
-    raise ValueError(f"{named}; {way_out}, or give stages=1")
+    counted = f"give guess_vocab={tokens} with the drafter's guess_counts, or stages=1 without guess_vocab"
+    raise ValueError(f"{named}; {counted if trained else 'drop guess_vocab'}")
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
@@ -253,6 +266,7 @@ def worker_specs(
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
+    _check_one_stage(config, drafter, guess_tokens)
     drafter = _fitting(config, drafter, device, guess_tokens)
     specs = [
         WorkerSpec(

@@ -193,3 +193,20 @@ def test_a_drafter_of_other_tokens_is_left_aside_or_refused(model: str, caplog: 
         PPDRuntime(model, stages=2, guess_vocab=7, drafter=folder)
     with pytest.raises(ValueError, match="drafter_device='cpu' with drafter='.*', which is no model: it runs beside"):
         PPDRuntime(model, stages=2, drafter=folder, drafter_device="cpu", transport="local")
+
+
+def test_one_stage_keeps_to_a_guess_vocab_or_refuses_it(model: str, model_folder: ModelFolder, tmp_path: Path) -> None:
+    """A draft model guesses among its tokens; other drafters have tokens of their own, and nothing else has a head."""
+    (tmp_path / "counts.json").write_text(json.dumps({"7": 2, "299": 1}))
+    counted = {"guess_vocab": 3, "guess_counts": tmp_path / "counts.json"}
+    draft = model_folder("mistral", num_layers=2, seed=5)
+    with PPDRuntime(model, stages=1, drafter=draft, **counted) as runtime:
+        assert runtime._specs[0].drafter.tokens == (0, 7, 299)
+    line = r"^guess_vocab=3 with stages=1: one stage has no boundaries, and {}; drop guess_vocab and guess_counts$"
+    with pytest.raises(ValueError, match=line.format("no drafter is asked")):
+        PPDRuntime(model, stages=1, **counted)
+    make_drafter(kept_heads_folder(describe(model)) / DRAFTER, model)
+    with pytest.raises(ValueError, match=line.format("its drafter names 100 tokens of its own")):
+        PPDRuntime(model, stages=1, **counted)
+    for size in (100, 300):
+        PPDRuntime(model, stages=1, guess_vocab=size).close()
