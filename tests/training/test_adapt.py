@@ -440,7 +440,7 @@ def test_layouts_are_measured_with_the_parts(
         progress("measuring one stage")
         asked.append(parts)
         assert (Path(parts or report_folder) / "drafter").is_dir()
-        return {"found": FOUND, "plan": {"rows": [["one stage", 1.0]], "verdict": "one stage"}}
+        return {"found": FOUND, "cpu_share": 1.0, "plan": {"rows": [["one stage", 1.0]], "verdict": "one stage"}}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run, "_LEAST_MINUTES", 0.05)

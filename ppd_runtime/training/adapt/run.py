@@ -115,7 +115,7 @@ def _planned(config: RuntimeConfig, info: ModelInfo, settings: AdaptSettings, pr
     except KeyboardInterrupt:  # the parts are whole: no later run would go on
         return {"verdict": "layouts were not measured to the end"}
     if folder is None:
-        keep(config, info, answer["found"])
+        keep(config, info, answer["found"], answer["cpu_share"])
     return answer["plan"]
 
 
