@@ -1,6 +1,7 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
+from ppd_runtime.models.trained.heads import HeadInfo, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
@@ -35,25 +36,37 @@ Heads = dict[int, HeadInfo] | OracleHead
 
 
 def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
-    """The exit heads that the settings name, of several those for the stages' cuts, or those that are kept for them;
-    ValueError if they are not for this model.
+    """The exit heads that the settings name, of several those for the stages' cuts or the one for the exit layer, or
+    those that are kept for them; ValueError if they are not for this model.
     """
     exit_head = config.exit_head
     if exit_head is None:
         elsewhere = launcher == "ray" and not config.one_host  # where the cache folder is another
-        return {} if elsewhere or not config.stages else _kept_heads(config, info)
+        return {} if elsewhere else _kept_heads(config, info)
     if isinstance(exit_head, OracleHead):
         return exit_head
     if exit_head == SHARED:
         return {}
     if not isinstance(exit_head, str):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
+    found = describe_heads(exit_head, info)
     if config.stages:
-        found = describe_heads(exit_head, info)
         cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
         return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else found
-    head = describe_head(exit_head, info)
-    return {head.exit_layer: head}
+    if len(found) > 1 and not (found := _at_exit(found, config, info)):
+        layers = ", ".join(map(str, sorted(describe_heads(exit_head, info))))
+        raise ValueError(f"exit_head={exit_head!r}: has heads for the layers {layers}: give one of them as exit_layer")
+    return found
+
+
+def _at_exit(heads: dict[int, HeadInfo], config: RuntimeConfig, info: ModelInfo) -> dict[int, HeadInfo]:
+    """Of several heads the one for the exit layer; if that is not given, the nearest behind half depth.
+
+    It lies within an eighth of the depth: a later exit leaves sub-processes less to do ahead. Empty without one.
+    """
+    half = math.ceil(info.num_layers / 2)
+    near = range(half, half + info.num_layers // 8 + 1) if config.exit_layer is None else [config.exit_layer]
+    return next(({layer: heads[layer]} for layer in near if layer in heads), {})
 
 
 def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> NamedInfo | None:
@@ -125,9 +138,11 @@ def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    """Kept heads for given cuts, or for all cuts of even stages but those whose heads are damaged."""
-    if config.num_subs == 0 or config.stages is None or not (kept := kept_heads(info)).heads:
+    """Kept heads for given cuts, or for all cuts of even stages but those whose heads are damaged; or for the exit."""
+    if config.num_subs == 0 or not (kept := kept_heads(info)).heads:
         return {}
+    if config.stages is None:
+        return dict(_at_exit(kept.heads, config, info))
     given = isinstance(config.cuts, tuple)
     cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
     if not given and not set(cuts) <= {*kept.heads, *kept.left_aside}:

@@ -48,11 +48,14 @@ def layers_of(model: str, **settings: Any) -> list[int]:
         ({"stages": 4}, []),
         ({"stages": 2, "exit_head": "shared"}, []),
         ({"stages": 2, "weights": "int8"}, [2]),
-        ({"k": 1}, []),
+        ({"k": 1}, [2]),
+        ({"k": 1, "exit_layer": 2}, [2]),
+        ({"k": 1, "exit_layer": 3}, []),
+        ({"k": 1, "exit_head": "shared"}, []),
     ],
 )
-def test_stages_find_the_heads_of_their_boundaries(model: str, settings: dict[str, Any], layers: list[int]) -> None:
-    assert sorted(layers_of(model, **settings)) == layers
+def test_layouts_find_the_heads_of_their_boundaries(model: str, settings: dict[str, Any], layers: list[int]) -> None:
+    assert sorted(set(layers_of(model, **settings))) == layers
 
 
 def test_their_borders_are_the_heads_layers_and_guesses_are_among_their_tokens(model: str) -> None:
@@ -210,3 +213,29 @@ def test_one_stage_keeps_to_a_guess_vocab_or_refuses_it(model: str, model_folder
         PPDRuntime(model, stages=1, **counted)
     for size in (100, 300):
         PPDRuntime(model, stages=1, guess_vocab=size).close()
+
+
+def test_the_papers_layout_exits_where_there_is_a_head(
+    model: str, model_folder: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one nearest behind half depth, within an eighth of it; its tokens are ordinary decoding's."""
+    ordinary, kept = OrdinaryDecoding(model), kept_heads_folder(describe(model))
+    for exit_head in (None, kept):
+        settings = {"k": 2, "exit_head": exit_head, "guess_vocab": 100, "speculation": "always", "transport": "local"}
+        with PPDRuntime(model, **settings) as runtime:
+            assert runtime.exit_layer == 2
+            assert [isinstance(spec.exit_head, HeadInfo) for spec in runtime._specs] == [True] * 3
+            for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+                asked = {"max_new_tokens": 24, "ignore_eos": True, **sampling}
+                expected = ordinary.generate("the quick brown fox", **asked).token_ids
+                assert runtime.generate("the quick brown fox", **asked).token_ids == expected
+    with pytest.raises(ValueError, match="has heads for the layers 1, 2: give one of them as exit_layer"):
+        PPDRuntime(model, k=1, exit_layer=3, exit_head=kept)
+    deep = model_folder("llama", num_layers=16)
+    (tmp_path / "deep").mkdir()
+    for layer in (9, 11):
+        make_head(tmp_path / "deep" / f"layer-{layer}", deep, AFFINE, layer)
+    with PPDRuntime(deep, k=1, exit_head=tmp_path / "deep", transport="local") as runtime:
+        assert runtime.exit_layer == 9
+    with PPDRuntime(deep, k=1, exit_head=tmp_path / "deep" / "layer-11", transport="local") as runtime:
+        assert runtime.exit_layer == 11
