@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 _ROOT = Path("/")
 _CPU, _MEMORY = "cpu", "memory"
+UNDISTURBED = 0.9
+"""The least share of its usable CPU time that a process gets if no other program computes."""
 
 
 def available_cores(root: Path = _ROOT) -> int:

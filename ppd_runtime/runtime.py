@@ -88,7 +88,7 @@ class PPDRuntime(TextGenerator):
             check_ray(self.config)
         info = describe(self.config.model, self.config.weights)
         heads = find_heads(self.config, info, self.launcher)
-        self.config = with_layers_of(heads, self.config)
+        self.config = with_layers_of(heads, self.config, info.num_layers)
         self.exit_layer = self.config.check_against(info.num_layers, info.vocab_size)
         if isinstance(heads, dict) and self.config.stages is None:
             for head in heads.values():

@@ -35,6 +35,9 @@ def adapt(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers to train for in their place, such as 8,15,22.")] = None,
     out: Annotated[Path | None, typer.Option(help="The new folder; default: where stages find it.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the new parts even where those that are there foresee more.")
+    ] = False,
     disk_gb: Annotated[float, typer.Option(help="Most gigabytes of hidden states on disk meanwhile.")] = 4.0,
     *,
     place: Settings,
@@ -57,6 +60,7 @@ def adapt(
             stages=None if stages is None else parse_list("--stages", stages, int),
             layers=None if layers is None else parse_list("--layers", layers, int),
             out=out,
+            replace=replace,
             disk_gb=disk_gb,
         )
         try:
@@ -80,6 +84,9 @@ def _print(report: "AdaptReport") -> None:
     print("\nat temperature 1, ranked with the shared noise\n")
     _print_comparison(report.sampled, report.held_out)
     _print_plan(report.plan)
+    if report.stayed:
+        print("", "what was there stays where it foresees as much or more (--replace takes the new parts):", sep="\n")
+        print(*report.stayed, sep="\n")
     print(f"\nthey are in {report.folder}: {', '.join(f'layer {one.layer} {one.kind}' for one in report.heads)}")
 
 

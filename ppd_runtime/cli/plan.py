@@ -91,5 +91,6 @@ def _measured(
     planned = plan_here(subject, seconds, exit_head, drafter, show_progress)
     if planned.rows and drafter is None:
         ordinary = subject.ordinary
-        keep(replace(ordinary.config, exit_head=exit_head), ordinary.info, finding(planned))
+        config = replace(ordinary.config, exit_head=exit_head)
+        keep(config, ordinary.info, finding(planned), planned.cpu_share)
     return planned

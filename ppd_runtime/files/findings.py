@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def noted_values(kind: str, about: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def only_one_measures(kind: str, about: Mapping[str, Any], patience_s: float) -> AbstractContextManager[None]:
+    """Keep other processes of this host from the same while one measures for `about` (JSON values).
+
+    Entering it raises TimeoutError if another one takes longer than `patience_s`; without a cache folder that can hold
+    locks several enter.
+    """
+    try:
+        return only_one(cache_folder(), _name(kind, about), patience_s)
+    except ValueError:
+        return nullcontext()
 
 
 def _known(kind: str, about: Mapping[str, Any], names: Sequence[str]) -> tuple[float, ...]:

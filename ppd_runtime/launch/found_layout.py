@@ -5,6 +5,7 @@ import logging
 import platform
 import shlex
 import subprocess
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 
 from ppd_runtime import __version__
 from ppd_runtime.files.cache_folder import capabilities
-from ppd_runtime.files.findings import note_values, noted_values
-from ppd_runtime.host import available_cores
+from ppd_runtime.files.findings import note_values, noted_values, only_one_measures
+from ppd_runtime.host import UNDISTURBED, available_cores
 from ppd_runtime.launch.child_python import child_command, child_environment
 from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 _KIND = "layout"
 SECONDS = 5.0
 """That each layout runs beside ordinary decoding, three texts of about a second at least."""
+PATIENCE_S = 900.0
+"""Longest wait for another start that measures the same."""
 _CHILD = "ppd_runtime.tune.quick_plan"
 ASKED = ("model", "dtype", "weights", "device", "compile", "exit_head")
 """Settings that the plan is made for."""
@@ -44,7 +47,7 @@ def with_found_layout(config: RuntimeConfig, progress: Progress) -> tuple[Runtim
     """
     info = describe(config.model, config.weights)
     check_depth(info.num_layers, "pipelined decoding", config.model)
-    found = _known(config, info) or _measured(config, info, progress)
+    found = _known(_about(config, info)) or _measured_once(config, info, progress)
     settings = {**found["settings"], "layout": None, "dtype": _dtype(config, info)}
     if settings.get("stages") == 1:
         settings["exit_head"] = None  # is for boundaries
@@ -55,18 +58,24 @@ def with_found_layout(config: RuntimeConfig, progress: Progress) -> tuple[Runtim
     return replace(config, **settings), f"layout auto: {found['told']} (`{_command(config)}` shows why)"
 
 
-def keep(config: RuntimeConfig, info: ModelInfo, found: dict[str, Any]) -> None:
-    """Keep a finding, which `with_found_layout` takes from then on for these settings; a warning if that fails."""
+def keep(config: RuntimeConfig, info: ModelInfo, found: dict[str, Any], cpu_share: float) -> None:
+    """Keep a finding, which `with_found_layout` takes from then on for these settings; a warning if that fails.
+
+    It is not kept, with a warning too, if measuring had so small a share of its CPU time that others computed as well.
+    """
+    if cpu_share <= UNDISTURBED:
+        logger.warning("the layout that was found is not kept, but measured again next time: other programs computed")
+        return
     try:
         note_values(_KIND, _about(config, info), {"found": found})
     except (OSError, ValueError) as error:
         logger.warning("the layout that was found is not kept: %s", error)
 
 
-def _known(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any] | None:
+def _known(about: dict[str, Any]) -> dict[str, Any] | None:
     """The kept finding; None without a whole one."""
     try:
-        found = noted_values(_KIND, _about(config, info))["found"]
+        found = noted_values(_KIND, about)["found"]
         for name, number in found["settings"].items():
             check_int(name, number, 1)
         return found if found["settings"].keys() in _FOUND and isinstance(found["told"], str) else None
@@ -83,7 +92,7 @@ def measured_layouts(config: RuntimeConfig, progress: Progress, parts: str | Non
         parts: a folder of `ppd adapt` for stages; None: those that they find.
 
     Returns:
-        the finding, `found`, and the whole `plan` as JSON values.
+        the finding, `found`, the `cpu_share` for `keep`, and the whole `plan` as JSON values.
 
     Raises:
         RuntimeError: if measuring fails.
@@ -110,6 +119,23 @@ def measured_layouts(config: RuntimeConfig, progress: Progress, parts: str | Non
     return answer
 
 
+def _measured_once(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dict[str, Any]:
+    """The finding of another start that measures already, or of a measurement while later starts wait."""
+    about = _about(config, info)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(only_one_measures(_KIND, about, 0.0))
+        except TimeoutError:
+            progress("another start measures which layout is the fastest here: waiting for it")
+            try:
+                stack.enter_context(only_one_measures(_KIND, about, PATIENCE_S))
+            except TimeoutError:
+                logger.warning("layout auto: another start has measured for %.0f s: measuring, too", PATIENCE_S)
+        if found := _known(about):
+            return {**found, "told": f"{found['told']}, as another start has just found"}
+        return _measured(config, info, progress)
+
+
 def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dict[str, Any]:
     progress("measuring which layout is the fastest here")
     try:
@@ -118,7 +144,7 @@ def _measured(config: RuntimeConfig, info: ModelInfo, progress: Progress) -> dic
         raise RuntimeError(f"layout='auto': {error}; give the layout, such as stages=1") from error
     for caution in answer["plan"]["cautions"]:
         logger.warning("layout auto: %s", caution)
-    keep(config, info, answer["found"])
+    keep(config, info, answer["found"], answer["cpu_share"])
     return answer["found"]
 
 
@@ -131,7 +157,7 @@ def _about(config: RuntimeConfig, info: ModelInfo) -> dict[str, Any]:
         "model": model_fingerprint(info),
         "format": [_dtype(config, info), info.weights],
         "place": [device, wants_code(config.compile, device), config.threads_per_worker],
-        "heads": str(config.exit_head or kept_heads(info)),
+        "heads": str(config.exit_head or kept_heads(info).heads),
         "drafter": (drafter := kept_drafter(info)) and drafter.weights_sha256,
     }
 

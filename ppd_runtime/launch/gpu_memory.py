@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ppd_runtime.launch.cache_room import drafter_bytes, layer_entry_bytes
 from ppd_runtime.launch.gpus import free_bytes
+from ppd_runtime.launch.memory_needs import drafter_needs, layer_entry_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.trained.heads import HeadInfo
@@ -53,13 +53,10 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
     of_gpus = defaultdict[tuple[str, str], list[int]](list)
     for rank, gpu in gpus.items():
         of_gpus[gpu.host, gpu.number].append(rank)
-    tokens = (config.max_cache_tokens or 0) + config.prefix_tokens
-    entries = layer_entry_bytes(model_config(specs[DECIDER].info.folder), specs[DECIDER].dtype) if gpus else 0
     for ranks in of_gpus.values():
         here = [specs[rank] for rank in ranks]
         weights = sum(map(_weights, here))
-        kept = tokens * entries * sum(spec.num_layers - spec.first_layer for spec in here)
-        kept += (config.max_cache_tokens or 0) * sum(drafter_bytes(spec)[1] for spec in here)
+        kept = sum(_kept(spec, config.max_cache_tokens or 0) for spec in here)
         free = min(gpus[rank].free for rank in ranks)
         if weights + kept > free:
             workers = f"{len(here)} workers need" if len(here) > 1 else "a worker needs"
@@ -71,9 +68,17 @@ def check_shares(specs: Sequence[WorkerSpec], gpus: Mapping[int, FoundGpu], conf
 
 
 def _weights(spec: WorkerSpec) -> int:
-    """What a worker's layers, heads and drafter take."""
-    tokens = len(spec.guess_tokens)
-    own = weight_bytes(spec.info, spec.first_layer, spec.num_layers, spec.dtype, tokens) + drafter_bytes(spec)[0]
+    """What a worker's layers, heads and drafter take on its device."""
+    tokens, drafter = len(spec.guess_tokens), drafter_needs(spec)
+    own = weight_bytes(spec.info, spec.first_layer, spec.num_layers, spec.dtype, tokens)
+    own += drafter.weights * (drafter.device == spec.device)
     if spec.rank == DECIDER or not isinstance(spec.exit_head, HeadInfo):
         return own
     return own + spec.exit_head.num_weights(tokens) * spec.dtype.itemsize
+
+
+def _kept(spec: WorkerSpec, tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens of requests, and of kept prefixes, on a worker's device."""
+    layers, drafter = spec.num_layers - spec.first_layer, drafter_needs(spec)
+    of_token = layers * layer_entry_bytes(model_config(spec.info.folder), spec.dtype)
+    return (tokens + spec.prefix_cache_tokens) * of_token + tokens * drafter.of_token * (drafter.device == spec.device)

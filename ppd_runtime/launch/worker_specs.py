@@ -1,6 +1,7 @@
 """What each process of a layout is given: layers, device, number format, exit head."""
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
-from ppd_runtime.models.trained.heads import HeadInfo, describe_head, describe_heads
+from ppd_runtime.models.trained.heads import HeadInfo, describe_heads
 from ppd_runtime.models.trained.kept_heads import COUNTS, kept_drafter, kept_heads
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.settings.checks import check_cuts, check_stages, even_cuts
@@ -35,25 +36,37 @@ Heads = dict[int, HeadInfo] | OracleHead
 
 
 def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
-    """The exit heads that the settings name, of several those for the stages' cuts, or those that are kept for them;
-    ValueError if they are not for this model.
+    """The exit heads that the settings name, of several those for the stages' cuts or the one for the exit layer, or
+    those that are kept for them; ValueError if they are not for this model.
     """
     exit_head = config.exit_head
     if exit_head is None:
         elsewhere = launcher == "ray" and not config.one_host  # where the cache folder is another
-        return {} if elsewhere or not config.stages else _kept_heads(config, info)
+        return {} if elsewhere else _kept_heads(config, info)
     if isinstance(exit_head, OracleHead):
         return exit_head
     if exit_head == SHARED:
         return {}
     if not isinstance(exit_head, str):
         raise ValueError(f"exit_head={exit_head!r}: give 'shared' or a folder that `ppd train exit-head` wrote")
+    found = describe_heads(exit_head, info)
     if config.stages:
-        found = describe_heads(exit_head, info)
         cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
         return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else found
-    head = describe_head(exit_head, info)
-    return {head.exit_layer: head}
+    if len(found) > 1 and not (found := _at_exit(found, config, info)):
+        layers = ", ".join(map(str, sorted(describe_heads(exit_head, info))))
+        raise ValueError(f"exit_head={exit_head!r}: has heads for the layers {layers}: give one of them as exit_layer")
+    return found
+
+
+def _at_exit(heads: dict[int, HeadInfo], config: RuntimeConfig, info: ModelInfo) -> dict[int, HeadInfo]:
+    """Of several heads the one for the exit layer; if that is not given, the nearest behind half depth.
+
+    It lies within an eighth of the depth: a later exit leaves sub-processes less to do ahead. Empty without one.
+    """
+    half = math.ceil(info.num_layers / 2)
+    near = range(half, half + info.num_layers // 8 + 1) if config.exit_layer is None else [config.exit_layer]
+    return next(({layer: heads[layer]} for layer in near if layer in heads), {})
 
 
 def find_drafter(config: RuntimeConfig, info: ModelInfo, elsewhere: bool) -> NamedInfo | None:
@@ -82,6 +95,19 @@ def _fitting(
     return drafter
 
 
+def _check_one_stage(config: RuntimeConfig, drafter: NamedInfo | None, guess_tokens: tuple[int, ...]) -> None:
+    """Raise ValueError for a guess_vocab that one stage cannot keep to: only draft models take other tokens there."""
+    if config.stages != 1 or config.guess_vocab is None or not guess_tokens or isinstance(drafter, DraftModelInfo):
+        return
+    if drafter is None:
+        reason = "one stage has no boundaries, and no drafter is asked"
+    elif sorted(drafter.tokens) != list(guess_tokens):
+        reason = f"one stage has no boundaries, and its drafter names {len(drafter.tokens)} tokens of its own"
+    else:
+        return
+    raise ValueError(f"guess_vocab={config.guess_vocab} with stages=1: {reason}; drop guess_vocab and guess_counts")
+
+
 def _run_beside(
     config: RuntimeConfig, draft: DraftModelInfo, device: str, guess_tokens: tuple[int, ...]
 ) -> DraftModelInfo:
@@ -107,21 +133,24 @@ def _check_left_aside(config: RuntimeConfig, drafter: NamedInfo) -> None:
     tokens = len(drafter.tokens)
     named = f"drafter={config.drafter!r}: names {tokens} tokens, others than stages guess among"
     trained = isinstance(drafter, DrafterInfo)
-    way_out = f"give guess_vocab={tokens} with the drafter's guess_counts" if trained else "drop guess_vocab"
-    raise ValueError(f"{named}; {way_out}, or give stages=1")
+    counted = f"give guess_vocab={tokens} with the drafter's guess_counts, or stages=1 without guess_vocab"
+    raise ValueError(f"{named}; {counted if trained else 'drop guess_vocab'}")
 
 
 def _kept_heads(config: RuntimeConfig, info: ModelInfo) -> Heads:
-    """Kept heads for given cuts, or for all cuts of even stages."""
-    if config.num_subs == 0 or config.stages is None or not (found := kept_heads(info)):
+    """Kept heads for given cuts, or for all cuts of even stages but those whose heads are damaged; or for the exit."""
+    if config.num_subs == 0 or not (kept := kept_heads(info)).heads:
         return {}
-    if isinstance(config.cuts, tuple):
-        return {cut: found[cut] for cut in config.cuts if cut in found}
-    cuts = even_cuts(info.num_layers, config.stages)
-    return {cut: found[cut] for cut in cuts} if set(cuts) <= set(found) else {}
+    if config.stages is None:
+        return dict(_at_exit(kept.heads, config, info))
+    given = isinstance(config.cuts, tuple)
+    cuts = config.cuts if isinstance(config.cuts, tuple) else even_cuts(info.num_layers, config.stages)
+    if not given and not set(cuts) <= {*kept.heads, *kept.left_aside}:
+        return {}
+    return {cut: kept.heads[cut] for cut in cuts if cut in kept.heads}
 
 
-def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
+def with_layers_of(heads: Heads, config: RuntimeConfig, num_layers: int) -> RuntimeConfig:
     """The settings, with exit layer or cuts from trained heads if not given; ValueError if they differ."""
     if isinstance(heads, OracleHead) or not heads:
         return config
@@ -130,6 +159,8 @@ def with_layers_of(heads: Heads, config: RuntimeConfig) -> RuntimeConfig:
         return replace(config, exit_layer=layers[0]) if config.exit_layer is None else config
     if config.cuts is None and len(layers) == config.stages - 1:
         return replace(config, cuts=layers)
+    if config.cuts is None and config.exit_head is None:  # kept ones: others of them are damaged
+        return replace(config, cuts=even_cuts(num_layers, config.stages))
     if others := [layer for layer in layers if layer not in (config.cuts or ())]:
         raise ValueError(
             f"exit_head={config.exit_head!r} was trained for layer {others[0]}, behind which there is no boundary: "
@@ -250,6 +281,7 @@ def worker_specs(
     if device == "cuda" and not by_ray:  # Ray shows each actor a GPU of its own, the others see them all
         devices = assign_gpus(processes, torch.cuda.device_count(), config.gpus_per_worker)
     heavy = heavy_length(info.folder, dtype)
+    _check_one_stage(config, drafter, guess_tokens)
     drafter = _fitting(config, drafter, device, guess_tokens)
     specs = [
         WorkerSpec(

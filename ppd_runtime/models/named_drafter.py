@@ -39,8 +39,12 @@ def describe_named(name: str, info: ModelInfo) -> NamedInfo:
         return describe_mtp(info)
     if os.path.isfile(os.path.join(name, DrafterInfo.card_name())):  # noqa: PTH113, PTH118 (a Path raises on long names)
         return describe_drafter(name, info)
+    whole_file = bool(packaged_file(name)) or is_gguf(name)
+    if not whole_file and os.path.isfile(name):  # noqa: PTH113 (as above)
+        way_out = "give the folder that it is in, a GGUF file, a hub name, mtp or none"
+        raise ValueError(f"drafter={name!r}: is a file, not a drafter's folder; {way_out}")
     try:
-        folder = None if packaged_file(name) or is_gguf(name) else find_model(name)[1]
+        folder = None if whole_file else find_model(name)[1]
     except ValueError as error:
         raise ValueError(f"drafter={name!r}: {error}") from error
     if folder is not None and is_published(folder):

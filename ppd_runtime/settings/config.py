@@ -127,9 +127,9 @@ class RuntimeConfig(Placed):
     devices. That needs float32: elsewhere a pass with several rows rounds differently, and the setting is refused."""
     exit_head: "str | HeadLike | None" = None
     """"shared" (the model's own norm and head), or a trained one's folder; default: what `ppd adapt` has kept. `ppd
-    train exit-head` writes such a folder. With `stages` a folder of such folders is taken too: each head serves the
-    boundary after its layer, the others share the model's. Kept heads serve stages alone; without them it is
-    "shared". An `OracleHead` is for tests and benchmarks."""
+    train exit-head` writes such a folder. A folder of such folders is taken too: with `stages` each head serves the
+    boundary after its layer, else one serves at the exit layer, by default the one nearest behind half depth. What has
+    no head shares the model's. An `OracleHead` is for tests and benchmarks."""
     drafter: str | None = None
     """With `stages`, a drafter's folder or hub name, mtp, a smaller model or none; default: the one of `ppd adapt`.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -144,6 +145,7 @@ def alone(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(out: Path, if_taken: str) -> Iterator[None]:
     """Keep other trainings from `out` meanwhile; ValueError if the lock fails, or `if_taken` if one has it."""
+    _check_writable(out)
     lock = FileLock(out.with_name(out.name + ".unfinished.lock"))
     try:
         lock.acquire(timeout=0)
@@ -159,8 +161,19 @@ def locked(out: Path, if_taken: str) -> Iterator[None]:
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError if a new folder `out` cannot appear."""
+    """Raise ValueError if a new folder `out` cannot appear; leaves nothing behind."""
     if not out.name or not out.parent.is_dir():
         raise ValueError(f"out={str(out)!r}: give a new folder in one that exists")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is there already: choose another folder, or delete it")
+    _check_writable(out)
+
+
+def _check_writable(out: Path) -> None:
+    """Raise ValueError if nothing can be written beside `out`: locks there fail as if another process had them."""
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        reason = f"nothing can be written in {str(out.parent)!r} ({error.strerror})"
+        raise ValueError(f"out={str(out)!r}: {reason}; give a new folder elsewhere") from error

@@ -9,10 +9,9 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ppd_runtime.host import UNDISTURBED
 from ppd_runtime.launch.cpu_affinity import on_cores
 
-UNDISTURBED = 0.9
-"""The least share of its usable CPU time that a process gets if no other program computes."""
 _PROBE_S = 0.1
 _BLOCK = bytes(1 << 18)  # hashed in a fraction of a millisecond, without Python's lock
 

@@ -73,7 +73,8 @@ def made_plan(known: Mapping[str, Any], rows: Sequence[LayoutFigures], left_out:
         f"{known['model']}{few_bits}, {known['num_layers']} layers, {known['dtype']}{', compiled' * known['compiled']}"
     )
     title = f"{what} on {devices}: {known['seconds']:g} s of each layout beside ordinary decoding"
-    return Plan(title, data, HEADS, layout_rows(ranked), found, tuple(_cautions(ranked, left_out)))
+    share = min((row.cpu_share for row in rows if row.cpu_share is not None), default=1.0)
+    return Plan(title, data, HEADS, layout_rows(ranked), found, tuple(_cautions(ranked, left_out, share)), share)
 
 
 def _conditions(subject: Subject, seconds: float) -> dict[str, Any]:
@@ -117,9 +118,8 @@ def _candidate(known: Mapping[str, Any], row: LayoutFigures) -> Candidate:
     )
 
 
-def _cautions(rows: Sequence[LayoutFigures], left_out: dict[str, str]) -> list[str]:
-    shares = [row.cpu_share for row in rows if row.cpu_share is not None]
-    busy = busy_note("Measuring", min(shares, default=1.0))
+def _cautions(rows: Sequence[LayoutFigures], left_out: dict[str, str], share: float) -> list[str]:
+    busy = busy_note("Measuring", share)
     others = [row.layout.name for row in rows if not row.identical]
     differ = f"Some texts are not ordinary decoding's: {', '.join(others)}." if others else None
     missing = [f"{name} was left out: {reason}" for name, reason in left_out.items()]

@@ -34,7 +34,7 @@ def main() -> None:
         if not plan.rows:
             raise RuntimeError("; ".join([plan.verdict.text, *plan.cautions]))
         table = {"title": plan.title, "heads": plan.heads, "rows": plan.rows}
-        tell(found=finding(plan), plan={**plan.as_dict(), **table})
+        tell(found=finding(plan), cpu_share=plan.cpu_share, plan={**plan.as_dict(), **table})
     except (ValueError, OSError, RuntimeError) as error:
         tell(error=" ".join(str(error).split()))
         sys.exit(1)

@@ -48,6 +48,8 @@ class Plan:
     verdict: Verdict
     cautions: tuple[str, ...] = ()
     """What makes the figures less certain than they look, a sentence each."""
+    cpu_share: float = 1.0
+    """The least share of the CPU time that measuring could have which it had; see `host.UNDISTURBED`."""
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's JSON form."""

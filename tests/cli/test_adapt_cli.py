@@ -39,6 +39,15 @@ def test_a_table_and_a_folder(model_folder, tmp_path: Path) -> None:
     assert max(len(line) for line in shown.stdout.splitlines() if str(out.parent.parent) not in line) <= 80
 
 
+def test_what_stays_is_told(model_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = "what was there stays where it foresees as much or more (--replace takes the new parts):\n"
+    for layer, more, stays in ((1, [], False), (2, [], True), (2, ["--replace"], False)):
+        shown = invoke(model_folder("llama"), "--minutes", 0.02, "--layers", layer, *more)
+        assert shown.exit_code == 0, shown.output
+        assert (told in shown.stdout, "layer 1, which got no new head\n" in shown.stdout) == (stays, stays)
+
+
 def test_json(model_folder, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     shown = invoke(model_folder("llama"), "--minutes", 0.03, "--layers", 2, "--out", out, "--json")

@@ -10,6 +10,7 @@ from heads_for_tests import make_drafter
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import cache_room
+from ppd_runtime.launch.memory_needs import layer_entry_bytes, whole_weight_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import describe
 
@@ -19,7 +20,7 @@ def test_a_tokens_entries_are_as_large_as_the_librarys(family: str) -> None:
     model = Specimen(family).build()
     layers = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers
     found = {layer.keys.nbytes + layer.values.nbytes for layer in layers}
-    assert found == {cache_room.layer_entry_bytes(model.config, torch.float32)}
+    assert found == {layer_entry_bytes(model.config, torch.float32)}
 
 
 def test_room_is_half_of_what_the_weights_leave_free(
@@ -28,7 +29,7 @@ def test_room_is_half_of_what_the_weights_leave_free(
     folder = model_folder("llama", num_layers=4)
     weights = (folder / "model.safetensors").stat().st_size
     specs = PPDRuntime(folder, stages=2, transport="local", dtype="float32")._specs
-    entries = 4 * cache_room.layer_entry_bytes(Specimen("llama").config(), torch.float32)
+    entries = 4 * layer_entry_bytes(Specimen("llama").config(), torch.float32)
     monkeypatch.setattr(cache_room, "_free_bytes", lambda device: weights + 2 * entries * 10_000)
     here = cache_room.cache_room(specs, are_here=True)
     assert here == pytest.approx(10_000, rel=0.01)
@@ -51,7 +52,7 @@ def test_a_drafter_takes_its_part_of_the_room(
         with PPDRuntime(folder, drafter=named, **given) as runtime:
             monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 30_000_000)
             rooms.append(cache_room.cache_room(runtime._specs, are_here=True))
-    entries = 4 * cache_room.layer_entry_bytes(Specimen("llama").config(), torch.float32)
+    entries = 4 * layer_entry_bytes(Specimen("llama").config(), torch.float32)
     left = rooms[0] * entries - drafter.num_bytes("cpu") / 2
     assert rooms[1] == pytest.approx(left / (entries + drafter.entry_bytes), abs=1)
 
@@ -65,7 +66,7 @@ def test_weights_of_few_bits_count_as_what_they_take(
     loaded = OrdinaryDecoding(folder, weights=weights, dtype="float32").stage.model
     held = sum({tensor.data_ptr(): tensor.nbytes for tensor in loaded.parameters()}.values())
     info = describe(folder, weights)
-    assert cache_room._weight_bytes(info, model_config(info.folder), torch.float32) == held
+    assert whole_weight_bytes(info, model_config(info.folder), torch.float32) == held
 
 
 def test_a_runtime_has_room_by_default_and_as_it_is_told(model_folder: Callable[..., Path]) -> None:

@@ -2,12 +2,16 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ppd_runtime.files.findings import only_one_measures
+from ppd_runtime.host import UNDISTURBED
 from ppd_runtime.launch import found_layout
 from ppd_runtime.launch.found_layout import keep, with_found_layout
 from ppd_runtime.models.checkpoint.description import describe
@@ -30,13 +34,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Findings that are measured in turn; the last one is measured from then on."""
     found = [STAGES]
 
-    def measure(config: RuntimeConfig, info: Any, progress: Any) -> dict[str, Any]:
-        answer = found.pop(0) if len(found) > 1 else found[0]
-        keep(config, info, answer)
-        return answer
+    def measure(config: RuntimeConfig, progress: Any) -> dict[str, Any]:
+        return answer_of(found.pop(0) if len(found) > 1 else found[0])
 
-    monkeypatch.setattr(found_layout, "_measured", measure)
+    monkeypatch.setattr(found_layout, "measured_layouts", measure)
     return found
+
+
+def answer_of(found: dict[str, Any], cpu_share: float = 1.0) -> dict[str, Any]:
+    """What the process that measures tells."""
+    return {"found": found, "cpu_share": cpu_share, "plan": {"cautions": []}}
 
 
 def auto(folder: Path, **settings: Any) -> tuple[RuntimeConfig, str]:
@@ -55,7 +62,7 @@ def test_it_is_measured_once(cache: Path, model_folder: Callable[..., Path], mea
 def test_a_plan_takes_its_place(cache: Path, model_folder: Callable[..., Path], measured: list[dict[str, Any]]) -> None:
     folder = model_folder("llama")
     assert auto(folder)[0].stages == 2
-    keep(RuntimeConfig(folder, compile=False), describe(str(folder)), PAPER)  # as ordinary decoding has it
+    keep(RuntimeConfig(folder, compile=False), describe(str(folder)), PAPER, 1.0)  # as ordinary decoding has it
     assert (auto(folder)[0].k, auto(folder)[0].stages) == (1, None)
     assert measured == [STAGES]
 
@@ -129,3 +136,62 @@ def test_a_model_of_one_layer_is_refused_before_anything_is_measured(
     with pytest.raises(ValueError, match="has 1 layer: pipelined decoding needs at least 2"):
         auto(model_folder("llama", num_layers=1))
     assert not list(cache.glob("layout-*.json"))
+
+
+def test_what_a_busy_machine_gave_is_used_and_not_kept(
+    cache: Path,
+    model_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = [answer_of(STAGES, UNDISTURBED), answer_of(ONE, 0.95), answer_of(PAPER, 1.0)]
+    monkeypatch.setattr(found_layout, "measured_layouts", lambda config, progress: answers.pop(0))
+    folder = model_folder("llama")
+    assert auto(folder)[0].stages == 2
+    (line,) = caplog.messages
+    assert line == "the layout that was found is not kept, but measured again next time: other programs computed"
+    assert [auto(folder)[0].stages for _ in range(2)] == [1, 1]
+    keep(RuntimeConfig(folder, compile=False), describe(str(folder)), PAPER, 0.5)
+    assert auto(folder)[0].stages == 1
+    assert len(answers) == 1
+    assert len(caplog.messages) == 2
+
+
+def test_of_two_starts_at_once_one_measures_and_the_other_waits_for_it(
+    cache: Path, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, begun, waited, measures = model_folder("llama"), threading.Event(), threading.Event(), list[int]()
+
+    def measure(config: RuntimeConfig, progress: Any) -> dict[str, Any]:
+        measures.append(1)
+        begun.set()
+        assert waited.wait(60)
+        return answer_of(STAGES)
+
+    def tell(line: str) -> None:
+        assert line == "another start measures which layout is the fastest here: waiting for it"
+        waited.set()
+
+    monkeypatch.setattr(found_layout, "measured_layouts", measure)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(auto, folder)
+        assert begun.wait(60)
+        config, told = with_found_layout(RuntimeConfig(folder, layout="auto"), tell)
+        assert (config.stages, first.result()[0].stages, measures) == (2, 2, [1])
+    assert told.startswith("layout auto: 2 stages, 1.50 times, as another start has just found (`ppd plan")
+    assert "another start" not in first.result()[1] + auto(folder)[1]
+
+
+def test_a_start_measures_too_if_another_one_takes_too_long(
+    cache: Path,
+    model_folder: Callable[..., Path],
+    measured: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = RuntimeConfig(model_folder("llama"), layout="auto")
+    about = found_layout._about(config, describe(config.model))
+    monkeypatch.setattr(found_layout, "PATIENCE_S", 0.05)
+    with only_one_measures("layout", about, 0.0):
+        assert auto(model_folder("llama"))[0].stages == 2
+    assert caplog.messages == ["layout auto: another start has measured for 0 s: measuring, too"]

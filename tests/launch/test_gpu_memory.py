@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ppd_runtime import PPDRuntime, RuntimeConfig
 from ppd_runtime.launch import startup
-from ppd_runtime.launch.cache_room import layer_entry_bytes
 from ppd_runtime.launch.gpu_memory import FoundGpu, check_shares
+from ppd_runtime.launch.memory_needs import layer_entry_bytes
 from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config

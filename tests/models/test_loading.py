@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
-from ppd_runtime.launch.cache_room import _weight_bytes
+from ppd_runtime.launch.memory_needs import whole_weight_bytes
 from ppd_runtime.models.checkpoint import architecture
 from ppd_runtime.models.checkpoint.architecture import check_architecture
 from ppd_runtime.models.checkpoint.config import model_config, weight_files
@@ -299,7 +299,7 @@ def test_the_single_file_comes_first(model_folder: ModelFolder, saved_again: Pat
         write(INDEX, "{")(saved_again)
     info = describe(str(saved_again))
     assert weight_files(saved_again) == [saved_again / WEIGHTS]
-    sizes = [_weight_bytes(one, model_config(one.folder), torch.float32) for one in (info, new)]
+    sizes = [whole_weight_bytes(one, model_config(one.folder), torch.float32) for one in (info, new)]
     assert sizes[0] == sizes[1]
     assert model_fingerprint(info) == model_fingerprint(new)
     assert (

@@ -1,5 +1,6 @@
 """A model's own layer for multi-token prediction: read from its files, checked against plain formulas, and run."""
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -129,3 +130,13 @@ def test_stages_ask_it(made: Made, monkeypatch: pytest.MonkeyPatch, settings: di
 def test_a_model_without_one_is_refused_in_a_line(model_folder: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"^drafter='mtp': model .* has no such layer \(no model.layers.4.enorm"):
         PPDRuntime(model_folder("llama"), stages=1, drafter="mtp")
+
+
+def test_a_layer_in_another_form_is_named(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"mtp.fc.weight": torch.zeros(SIZE, 2 * SIZE), "mtp.layers.0.input_layernorm.weight": torch.ones(SIZE)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    line = r"^drafter='mtp': model .* has such a layer as mtp.fc.weight, a form that is not understood .*drafter$"
+    with pytest.raises(ValueError, match=line):
+        PPDRuntime(folder, stages=1, drafter="mtp")

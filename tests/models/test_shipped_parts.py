@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from smollm2 import needs_smollm2
 
-from ppd_runtime import OrdinaryDecoding, open_method
+from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.packages import SMOLLM2, packaged_file
@@ -83,8 +83,12 @@ def test_smollm2_brings_heads_and_a_drafter(tmp_path: Path, monkeypatch: pytest.
     folder = SHIPPED / folder_name(info)
     assert drafter is not None
     assert drafter.folder.parent == folder
-    assert kept_heads(info).keys() == {7, 15, 22}
+    assert kept_heads(info).heads.keys() == {7, 15, 22}
     assert [place for place in SHIPPED.iterdir() if place != folder] == []
+    with PPDRuntime(SMOLLM2, k=3, transport="local") as runtime:
+        (sub, *_) = runtime._specs[1:]
+        assert (runtime.exit_layer, sub.exit_head.folder) == (15, folder / "layer-15")
+        assert sub.guess_tokens == drafter.tokens
     assert sum(path.stat().st_size for path in folder.rglob("*")) <= ship_parts.MOST_BYTES
     report = json.loads((folder / ship_parts.REPORT).read_text())
     assert (folder / ship_parts.CARD).read_text() == ship_parts.card(report)

@@ -135,7 +135,7 @@ def test_a_stopped_training_says_how_to_go_on(model: Path, tmp_path: Path, monke
     [
         ("generate x --exit-head OTHER", "was trained for layer 3 of model"),
         ("generate x --exit-head HEAD --exit-layer 2", "not for layer 2: choose layer 3 alone"),
-        ("generate x --exit-head FOLDER", "holds no exit_head.json; give 'shared' or a folder"),
+        ("generate x --exit-head FOLDER/none", "holds no exit_head.json; give 'shared' or a folder"),
         ("match-rate --exit-head OTHER", "was trained for layer 3 of model"),
         ("match-rate --exit-head HEAD --exit-layers all", "not for layers 1, 2: choose layer 3 alone"),
         ("match-rate --exit-head FOLDER/none", "holds no exit_head.json"),

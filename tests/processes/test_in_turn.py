@@ -11,10 +11,9 @@ from commands import printed
 from grids import nightly
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams
-from ppd_runtime.host import available_cores
+from ppd_runtime.host import UNDISTURBED, available_cores
 from ppd_runtime.tune import plan as planning
 from ppd_runtime.tune.layouts import Layout, LayoutFigures, fitting, measured, opened
-from ppd_runtime.tune.machine_load import UNDISTURBED
 from ppd_runtime.tune.plan import plan_here
 from ppd_runtime.tune.subject import Subject, loaded, message_ids
 

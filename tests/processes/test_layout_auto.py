@@ -9,6 +9,7 @@ from commands import ppd
 from heads_for_tests import make_drafter, make_head
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.files import findings
 from ppd_runtime.launch import found_layout
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.heads import AFFINE
@@ -20,10 +21,13 @@ PROMPT = [5, 9, 200, 31]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that findings of this test are kept in."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """The folder that findings of this test are kept in, however busy the machine is; compiled code is shared."""
+    own = tmp_path / "findings"
+    own.mkdir()
+    monkeypatch.setattr(findings, "cache_folder", lambda: own)
     monkeypatch.setattr(found_layout, "SECONDS", 0.0)
-    return tmp_path / "ppd_runtime"
+    monkeypatch.setattr(found_layout, "UNDISTURBED", -1.0)
+    return own
 
 
 def test_the_first_start_measures_and_later_ones_know(cache: Path, model_folder: Callable[..., Path]) -> None:

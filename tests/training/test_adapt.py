@@ -15,6 +15,7 @@ from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
 from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.trained import kept_heads
 from ppd_runtime.models.trained.drafter import Drafter, describe_drafter, load_drafter
 from ppd_runtime.models.trained.heads import AFFINE, GATED, describe_heads, model_end
 from ppd_runtime.models.trained.kept_heads import kept_heads_folder
@@ -23,7 +24,7 @@ from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt import answers, run, work_folder
 from ppd_runtime.training.adapt.answers import Answering, Text
 from ppd_runtime.training.adapt.drafting import DrafterTraining, drafted
-from ppd_runtime.training.adapt.head_choice import OWN, HeadChoice, TriedHead, choose_head
+from ppd_runtime.training.adapt.head_choice import EARLIER, OWN, HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import (
     AFTER,
@@ -271,7 +272,7 @@ def test_a_drafter_learns_what_it_will_see(ordinary: OrdinaryDecoding, tmp_path:
     for parameter in learning.learner.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     with torch.no_grad():
-        scores = learning.scores(read)
+        scores = learning.drafts.scores(read)
     drafter = Drafter(learning.learner, model, tokens, few_bits=False)
     for number, text in enumerate(read):
         assert list(text.tokens) == list(texts[number].token_ids[5:-1])
@@ -367,10 +368,11 @@ def test_guesses_are_compared_with_the_choices_of_the_runtimes_sampler(
     assert hits[GREEDY, 1] != hits[SAMPLED, 1]
 
 
-def check(report: AdaptReport, out: Path, model: str, layers: list[int]) -> None:
+def check(report: AdaptReport, out: Path, model: str, layers: list[int], earlier: list[int] | None = None) -> None:
     heads = describe_heads(out, describe(model))
-    assert sorted(heads) == layers == [layer.layer for layer in report.greedy.layers]
-    assert {layer: head.kind for layer, head in heads.items()} == {
+    assert sorted(heads) == sorted([*layers, *(earlier or [])])
+    assert [layer.layer for layer in report.greedy.layers] == layers
+    assert {layer: heads[layer].kind for layer in layers} == {
         one.layer: AFFINE if one.kind == OWN else one.kind for one in report.heads
     }
     assert all({*one.tried} == {OWN, AFFINE, GATED} for one in report.heads)
@@ -401,12 +403,57 @@ def test_without_a_folder_stages_find_the_heads(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
-    for layers in ((1,), (2,)):  # the second takes the first one's place
-        report = adapt(str(folder), prompts=str(prompts), layers=layers, minutes=0.02)
-        check(report, Path(report.folder), str(folder), list(layers))
+    for layer in (1, 2):  # the second lies beside the first
+        report = adapt(str(folder), prompts=str(prompts), layers=(layer,), minutes=0.02)
+        check(report, Path(report.folder), str(folder), [layer], list(range(1, layer)))
+    assert "layer 1, which got no new head" in report.stayed
     assert [path.name for path in Path(report.folder).parent.iterdir()] == [Path(report.folder).name]
     with PPDRuntime(str(folder), stages=2, transport="local") as runtime:
         assert [head.exit_layer for spec in runtime._specs if (head := spec.exit_head) != "shared"] == [2]
+
+
+@pytest.mark.parametrize("ship", [False, True])
+def test_only_better_parts_take_the_place_of_those_that_are_there(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ship: bool
+) -> None:
+    """Worse ones are left, unless told to replace all; kept and shipped parts are treated alike."""
+
+    def parts() -> dict[str, bytes]:
+        return {name: (kept / name).read_bytes() for name in files}
+
+    def spoil(self: HeadsTraining | DrafterTraining) -> None:
+        for parameter in self.network.parameters():
+            torch.nn.init.normal_(parameter, std=5.0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = ["layer-1/exit_head.safetensors", "drafter/drafter.safetensors", "guess_counts.json"]
+    given = {"prompts": str(prompts), "layers": (1,), "minutes": 0.1}
+    kept = Path(adapt(str(folder), **given).folder)
+    good = parts()
+    assert describe_heads(kept, describe(str(folder)))[1].kind in (AFFINE, GATED)
+    if ship:
+        shipped = tmp_path / "shipped"
+        monkeypatch.setattr(kept_heads, "SHIPPED", shipped)
+        shipped.mkdir()
+        kept.rename(shipped / kept.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadsTraining, "end", spoil)
+        patch.setattr(DrafterTraining, "end", spoil)
+        report = adapt(str(folder), **given)
+        assert parts() == good
+        assert [one.kind for one in report.heads] == [EARLIER]
+        head, drafter = report.stayed
+        assert head.startswith("layer 1, right in 0.")
+        assert drafter.startswith("the drafter, which foresees ")
+        assert json.loads((kept / "report.json").read_text())["stayed"] == [head, drafter]
+        assert report.greedy.layers[0].after["all"][3] == report.heads[0].tried[EARLIER].right
+        if ship:
+            return
+        assert adapt(str(folder), replace=True, **given).stayed == ()
+        assert not parts().items() & {name: good[name] for name in files[:2]}.items()
+    worse = parts()
+    assert adapt(str(folder), **given).stayed == ()
+    assert not parts().items() & {name: worse[name] for name in files[:2]}.items()
 
 
 def test_parts_that_a_killed_run_did_not_move_are_kept(
@@ -440,7 +487,7 @@ def test_layouts_are_measured_with_the_parts(
         progress("measuring one stage")
         asked.append(parts)
         assert (Path(parts or report_folder) / "drafter").is_dir()
-        return {"found": FOUND, "plan": {"rows": [["one stage", 1.0]], "verdict": "one stage"}}
+        return {"found": FOUND, "cpu_share": 1.0, "plan": {"rows": [["one stage", 1.0]], "verdict": "one stage"}}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run, "_LEAST_MINUTES", 0.05)
@@ -568,12 +615,17 @@ def test_texts_are_read_and_not_answered(folder: Path, tmp_path: Path) -> None:
         ({"disk_gb": -1}, "disk_gb=-1: give"),
         ({"prompts": "a", "texts": "b"}, "prompts and texts are both given: give one of them"),
         ({"stages": (2,), "layers": (3,)}, "stages and layers are both given: give one of them"),
+        ({"replace": True}, "heads', a new folder, which replaces nothing: drop one"),
         ({"stages": (5,)}, "stages=5: with 4 layers choose 2 to 4"),
         ({"layers": (3, 2)}, "layers='3,2': with 4 layers give layers from 1 to 3"),
         ({"prompts": "FOLDER/none.jsonl"}, "none.jsonl: No such file or directory; give a file of prompts"),
         ({"prompts": ""}, ".: Is a directory; give a file of prompts"),
         ({"texts": ""}, ".: Is a directory; give a file of texts"),
         ({"out": "FOLDER/none/out"}, "none/out': give a new folder in one that exists"),
+        (
+            {"out": "/proc/x"},
+            "out='/proc/x': nothing can be written in '/proc' (No such file or directory); give a new",
+        ),
     ],
 )
 def test_refusals_come_before_anything_is_written(

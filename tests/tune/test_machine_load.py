@@ -5,8 +5,9 @@ import time
 import pytest
 from busy_cores import busy, cores
 
+from ppd_runtime.host import UNDISTURBED
 from ppd_runtime.launch.cpu_affinity import on_cores
-from ppd_runtime.tune.machine_load import UNDISTURBED, LoadMeter, busy_note
+from ppd_runtime.tune.machine_load import LoadMeter, busy_note
 
 
 def test_computing_beside_others_is_noticed() -> None:

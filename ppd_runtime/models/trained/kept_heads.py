@@ -1,6 +1,7 @@
 """A model's heads, found by its fingerprint: those that `ppd adapt` has kept, else those that ship with the package."""
 
 import logging
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from ppd_runtime.files.cache_folder import cache_folder
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.fingerprint import fingerprints
 from ppd_runtime.models.trained.drafter import DrafterInfo, describe_drafter
-from ppd_runtime.models.trained.heads import HeadInfo, describe_heads
+from ppd_runtime.models.trained.heads import HeadInfo, describe_head
 from ppd_runtime.settings.config import FLOATS
 
 logger = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ DRAFTER = "drafter"
 """The drafter's folder beside the heads'."""
 COUNTS = "guess_counts.json"
 """The file beside the heads' folders of how often each token occurs, by which their shortlist was chosen."""
-
+_LAYER = "layer-"
 
 SHIPPED = Path(str(resources.files("ppd_runtime.models") / "adapted"))
 """Holds the folders that ship, named as the kept ones are."""
@@ -38,16 +39,48 @@ def folder_name(info: ModelInfo) -> str:
     return _name(fingerprints(info)[0], info.weights_name)
 
 
-def kept_heads(info: ModelInfo) -> dict[int, HeadInfo]:
-    """The kept heads by their layers: those for the model's own format, else those for the floats that it was made of.
+@dataclass(frozen=True)
+class KeptHeads:
+    """A model's kept heads."""
 
-    The shipped ones where none are kept; none without such a folder; one that is damaged is left aside, with a warning.
+    heads: dict[int, HeadInfo] = field(default_factory=dict)
+    """By their layers."""
+    left_aside: tuple[int, ...] = ()
+    """Layers whose kept heads cannot be used."""
+
+
+def kept_heads(info: ModelInfo) -> KeptHeads:
+    """The kept heads: those for the model's own format, else those for the floats that it was made of.
+
+    The shipped ones where none are kept; none without such a folder. One that is damaged is left aside, with a warning
+    that names its file and the way out.
     """
+    heads, left_aside = dict[int, HeadInfo](), list[int]()
     try:
-        return describe_heads(folder, info) if (folder := _found_folder(info)) else {}
+        folder = _found_folder(info)
+        places = sorted(folder.glob(f"{_LAYER}*")) if folder else []
     except (OSError, ValueError) as error:
         logger.warning("the model's own heads guess, for the kept ones cannot be used: %s", error)
-        return {}
+        return KeptHeads()
+    for place in places:
+        layer = place.name.removeprefix(_LAYER)
+        try:
+            if not (place / HeadInfo.card_name()).is_file():
+                raise ValueError(f"{place} holds no {HeadInfo.card_name()}")
+            head = describe_head(place, info)
+            if str(head.exit_layer) != layer:
+                raise ValueError(f"{place} has the head for layer {head.exit_layer}")
+            heads[head.exit_layer] = head
+        except (OSError, ValueError) as error:
+            told = "the model's own head guesses after layer %s, not the kept one: %s; %s"
+            logger.warning(told, layer, error, "run `ppd adapt` for this model again, or give exit_head='shared'")
+            left_aside += [int(layer)] * layer.isdecimal()
+    return KeptHeads(heads, tuple(sorted(left_aside)))
+
+
+def head_name(layer: int) -> str:
+    """The folder's name of the head for a layer, beside the other kept ones."""
+    return f"{_LAYER}{layer}"
 
 
 def kept_drafter(info: ModelInfo) -> DrafterInfo | None:

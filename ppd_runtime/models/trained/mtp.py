@@ -6,6 +6,7 @@ it is a guess. A checkpoint with several such layers is asked for the first one 
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ MTP = "mtp"
 """The name of a model's own layer where a drafter is chosen."""
 _MIX = "eh_proj.weight"
 _OWN = ("enorm.weight", "hnorm.weight", _MIX, "shared_head.norm.weight")
+_COPIES = ("embed_tokens.", "shared_head.head.")
+"""Names of the model's own tensors, again beside the layer's."""
 _ANOTHER = "give another drafter"
 _AT_ONCE = 512  # certain tokens in a pass: masks grow by their number
 
@@ -49,14 +52,23 @@ class MtpInfo:
         """Tokens that it gives the chances of: all."""
         return tuple(range(self.vocab_size))
 
+    def num_weights(self) -> int:
+        """How many numbers `load_mtp` adds to the model's own."""
+        stored = (
+            (name.partition(f"layers.{self.number}.")[2], math.prod(file.get_slice(name).get_shape()))
+            for file in _open_files(self.folder)
+            for name in file.keys()  # noqa: SIM118 (a safetensors file is no mapping)
+            if layer_number(name) == self.number
+        )
+        return sum(size for name, size in stored if not name.startswith(_COPIES))
+
 
 def describe_mtp(info: ModelInfo) -> MtpInfo:
     """Find a model's own layer; ValueError, in a line, if it has none that is understood."""
     shapes = {name: file.get_slice(stored).get_shape() for name, stored, file in _stored(info)}
     for name in _OWN:
         if name not in shapes:
-            lacking = f"model.layers.{info.num_layers}.{name}"
-            raise ValueError(f"drafter='{MTP}': model {info.name!r} has no such layer (no {lacking}); {_ANOTHER}")
+            raise ValueError(f"drafter='{MTP}': model {info.name!r} {_lacking(info, name)}; {_ANOTHER}")
     size = model_config(info.folder).hidden_size
     for name, shape in shapes.items():
         if shape != (expected := [size, 2 * size] if name == _MIX else [size]):
@@ -76,15 +88,34 @@ def load_mtp(drafter: MtpInfo, model: PreTrainedModel, info: ModelInfo) -> "MtpD
     return MtpDrafter(network.requires_grad_(False).eval(), model, drafter.tokens)
 
 
+def _lacking(info: ModelInfo, name: str) -> str:
+    """What a model without the tensor `name` has in its place.
+
+    Layers that are named `mtp.…`, as in Qwen3-Next and Qwen3.5, belong to recurrent models, which do not run here.
+    """
+    wanted = f"model.layers.{info.num_layers}.{name}"
+    for file in _open_files(info.folder):
+        for stored in sorted(file.keys()):
+            if any(part.startswith(MTP) for part in stored.split(".")):
+                return f"has such a layer as {stored}, a form that is not understood (there is no {wanted})"
+    return f"has no such layer (no {wanted})"
+
+
 def _stored(info: ModelInfo) -> Iterator[tuple[str, str, Any]]:
     """Which of `_OWN` a model's files have, by which names, and the open files."""
-    for path in weight_files(info.folder):
+    for file in _open_files(info.folder):
+        for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+            own = name.partition(f"layers.{info.num_layers}.")[2]
+            if layer_number(name) == info.num_layers and own in _OWN:
+                yield own, name, file
+
+
+def _open_files(folder: Path) -> Iterator[Any]:
+    """A model's files of tensors, each open until the next one is asked for."""
+    for path in weight_files(folder):
         try:
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    own = name.partition(f"layers.{info.num_layers}.")[2]
-                    if layer_number(name) == info.num_layers and own in _OWN:
-                        yield own, name, file
+                yield file
         except (OSError, SafetensorError) as error:
             raise ValueError(f"drafter='{MTP}': {path.name} cannot be read: {one_line(error)}") from error
 

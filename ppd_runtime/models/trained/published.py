@@ -79,10 +79,22 @@ class PublishedInfo:
     reads_states: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = True
 
+    @property
+    def layers_config(self) -> PretrainedConfig:
+        """The library's configuration of the head's own layers."""
+        return _layers_config(self.kind, self.fields[_LAYERS])
+
     def network(self) -> PublishedNetwork:
         """The head's modules, on the meta device."""
-        config = _layers_config(self.kind, self.fields[_LAYERS])
-        return _KINDS[self.kind][0](config, len(self.layers), self.fields["draft_vocab_size"], self.fields)
+        draft_size = self.fields["draft_vocab_size"]
+        return _KINDS[self.kind][0](self.layers_config, len(self.layers), draft_size, self.fields)
+
+    def num_weights(self) -> int:
+        """How many numbers `load_published` adds to the model's own, copied rows of the model's head among them."""
+        network = self.network()
+        shapes, stored = network.state_dict(), {name for name, _ in _stored(self.folder)} - network.shared
+        copied = {HEAD} if HEAD not in stored and len(self.tokens) < shapes[EMBEDDING].shape[0] else set()
+        return sum(tensor.numel() for name, tensor in shapes.items() if name in stored | copied)
 
 
 def is_published(folder: Path) -> bool:

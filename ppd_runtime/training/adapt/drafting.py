@@ -41,6 +41,53 @@ def drafted(token_ids: Sequence[int], first: int, places: range) -> DraftedText:
     return DraftedText(token_ids[first : first + len(places) - 1], places[:-1])
 
 
+class KeptDrafts:
+    """What a drafter's network names behind kept texts.
+
+    Args:
+        network: the drafter's, on the model's device.
+        model: whole.
+        tokens: the shortlist.
+        kept: states, those after the last layer among them.
+    """
+
+    def __init__(
+        self, network: DrafterNetwork, model: PreTrainedModel, tokens: Sequence[int], kept: KeptStates
+    ) -> None:
+        self._network, self._device, self._final = network, model.device, kept.states(kept.layers[-1])
+        self._embed, self.head = Embedding(model), FinalHead(model_end(model, tokens))
+
+    def scores(self, texts: Sequence[DraftedText]) -> list[Tensor]:
+        """For each step of the drafter's own, logits of the token after each place, `[texts, longest, shortlist]`.
+
+        With step s a place is the s-th guess behind a certain token, so the first s places of a text have no meaning.
+        """
+        return [self.head(hidden.float()).float() for hidden in self.own_states(texts)]
+
+    def own_states(self, texts: Sequence[DraftedText]) -> list[Tensor]:
+        """The drafter's states at each step of its own, `[texts, longest, hidden_size]`."""
+        embedded = pad_sequence([self.embedded(text) for text in texts], batch_first=True)
+        before = [self._final[_slice(text.before)] for text in texts]
+        states = pad_sequence(before, batch_first=True).to(self._device, torch.float32)
+        size, network = embedded.shape[1], self._network
+        rotary, mask = rotary_table(size, self._device), _mask(size, self._device)
+        found, keys, values = list[Tensor](), list[Tensor](), list[Tensor]()
+        for own in range(OWN_STEPS):
+            inputs = network.inputs(embedded, states)
+            query, key, value = network.attended(inputs, rotary)
+            keys.append(key)
+            values.append(value)
+            sees = mask[own * size : (own + 1) * size, : (own + 1) * size]
+            attended = F.scaled_dot_product_attention(query, torch.cat(keys, -2), torch.cat(values, -2), attn_mask=sees)
+            found.append(network.states(inputs, attended))
+            states = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
+        return found
+
+    def embedded(self, text: DraftedText) -> Tensor:
+        """`[places, hidden_size]` of a text's tokens."""
+        return self._embed(list(text.tokens))[0].float().clone()
+
+
 class DrafterTraining(TimedTraining):
     """Trains a drafter's network to foresee full depth's chances of a shortlist's tokens, by cross-entropy to them.
 
@@ -65,8 +112,8 @@ class DrafterTraining(TimedTraining):
         folder: WorkFolder,
     ) -> None:
         self._final, self._covered, self._texts = kept.states(kept.layers[-1]), covered, texts
-        self._embed, self._head = Embedding(model), FinalHead(model_end(model, tokens))
         self._device, self.learner = model.device, DrafterNetwork(model.config.hidden_size).to(model.device)
+        self.drafts = KeptDrafts(self.learner, model, tokens, kept)
         super().__init__("drafter", self.learner, _BATCHES.num_steps(len(texts)), folder, _RATE)
 
     def begin(self) -> None:
@@ -81,7 +128,7 @@ class DrafterTraining(TimedTraining):
         """Add the gradients of some texts' losses; gives the mean loss of the drafter's steps."""
         texts = [self._texts[number] for number in _BATCHES.batch(step, len(self._texts))]
         with bfloat16_products(self._device):
-            own_states = self.own_states(texts)
+            own_states = self.drafts.own_states(texts)
         wanted = pad_sequence([self._after(self._final, text) for text in texts], batch_first=True)
         counts = pad_sequence([self._after(self._covered, text) for text in texts], batch_first=True)
         rows, places = torch.nonzero(counts, as_tuple=True)
@@ -100,47 +147,18 @@ class DrafterTraining(TimedTraining):
             torch.autograd.backward(chosen, [leaf.grad for leaf in leaves])
         return total
 
-    def scores(self, texts: Sequence[DraftedText]) -> list[Tensor]:
-        """For each step of the drafter's own, logits of the token after each place, `[texts, longest, shortlist]`.
-
-        With step s a place is the s-th guess behind a certain token, so the first s places of a text have no meaning.
-        """
-        return [self._head(hidden.float()).float() for hidden in self.own_states(texts)]
-
-    def own_states(self, texts: Sequence[DraftedText]) -> list[Tensor]:
-        """The drafter's states at each step of its own, `[texts, longest, hidden_size]`."""
-        embedded = pad_sequence([self._embedded(text) for text in texts], batch_first=True)
-        before = [self._final[_slice(text.before)] for text in texts]
-        states = pad_sequence(before, batch_first=True).to(self._device, torch.float32)
-        size, network = embedded.shape[1], self.learner
-        rotary, mask = rotary_table(size, self._device), _mask(size, self._device)
-        found, keys, values = list[Tensor](), list[Tensor](), list[Tensor]()
-        for own in range(OWN_STEPS):
-            inputs = network.inputs(embedded, states)
-            query, key, value = network.attended(inputs, rotary)
-            keys.append(key)
-            values.append(value)
-            sees = mask[own * size : (own + 1) * size, : (own + 1) * size]
-            attended = F.scaled_dot_product_attention(query, torch.cat(keys, -2), torch.cat(values, -2), attn_mask=sees)
-            found.append(network.states(inputs, attended))
-            states = F.pad(found[-1][:, :-1], (0, 0, 1, 0))
-        return found
-
     def _logits(self, states: Tensor) -> Tensor:
         with bfloat16_products(self._device):
-            return self._head(states[None])[0].float()
+            return self.drafts.head(states[None])[0].float()
 
     def _pairs(self, texts: Sequence[DraftedText]) -> tuple[Tensor, Tensor]:
         """What the map of the drafter's inputs is given, and full depth's states, of unit size."""
-        embedded = torch.cat([normed(self._embedded(text)) for text in texts])
+        embedded = torch.cat([normed(self.drafts.embedded(text)) for text in texts])
         before, after = (
             normed(torch.cat([self._final[_slice(text.before, ahead)] for text in texts]).to(self._device).float())
             for ahead in (0, 1)
         )
         return torch.cat([embedded, before], dim=1), after
-
-    def _embedded(self, text: DraftedText) -> Tensor:
-        return self._embed(list(text.tokens))[0].float().clone()
 
     def _after(self, of_places: Tensor, text: DraftedText) -> Tensor:
         return of_places[_slice(text.before, 1)]

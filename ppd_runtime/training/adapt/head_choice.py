@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 OWN = "own"
 """Stands for the model's own head where no trained one is better; it is saved as an affine map that changes nothing."""
+EARLIER = "earlier"
+"""Stands for the head that was there before, where no new one is better."""
 CHOSEN_BY_K = 3
 """The number of guesses that stages name for a token by default."""
 
@@ -29,7 +31,7 @@ class HeadChoice:
 
     layer: int
     kind: str
-    """One of the kinds that are trained, or `OWN`."""
+    """One of the kinds that are trained, `OWN` or `EARLIER`."""
     tried: dict[str, TriedHead]
     """By kind."""
 

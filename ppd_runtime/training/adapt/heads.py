@@ -1,6 +1,6 @@
 """Exit heads of two kinds for several layers of a model, trained side by side on kept states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.heads import AFFINE, GATED, HeadInfo, HeadNetwork, new_head, normed
-from ppd_runtime.training.adapt.head_choice import CHOSEN_BY_K, OWN, HeadChoice, TriedHead, choose_head
+from ppd_runtime.training.adapt.head_choice import CHOSEN_BY_K, EARLIER, OWN, HeadChoice, TriedHead, choose_head
 from ppd_runtime.training.adapt.least_squares import fit_affine
 from ppd_runtime.training.adapt.states import KeptStates
 from ppd_runtime.training.adapt.timed import TimedTraining, bfloat16_products
@@ -119,10 +119,14 @@ class HeadsTraining(TimedTraining):
     def _some(self, states: Tensor, places: Tensor) -> Tensor:
         return states[places].to(self._device, torch.float32)
 
-    def choose(self, held_out: Tensor, model_numbers: int) -> None:
-        """Set `heads` and `choices` by the numbers of held-out places, for a model with so many weights."""
+    def choose(self, held_out: Tensor, model_numbers: int, earlier: Mapping[int, HeadNetwork] | None = None) -> None:
+        """Set `heads` and `choices` by the numbers of held-out places, for a model with so many weights.
+
+        A layer's `earlier` head stays unless another one gains more.
+        """
+        before = {layer: {EARLIER: head} for layer, head in (earlier or {}).items()}
         for layer in self._states:
-            heads = {OWN: self._own} | {kind: self._learners[layer, kind] for kind in TRAINED}
+            heads = {**before.get(layer, {}), OWN: self._own, **{kind: self._learners[layer, kind] for kind in TRAINED}}
             tried = {kind: self._tried_head(layer, head, held_out) for kind, head in heads.items()}
             self.choices[layer] = choose_head(layer, tried, model_numbers)
             self.heads[layer] = heads[self.choices[layer].kind]

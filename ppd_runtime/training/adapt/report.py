@@ -80,6 +80,8 @@ class AdaptReport:
     greedy: Comparison
     sampled: Comparison
     """At temperature 1; guesses are ranked with the noise that full depth's choice is drawn with, as stages do."""
+    stayed: tuple[str, ...] = ()
+    """The parts that were there before and stay, since the new ones foresee no more; a line on each."""
     plan: dict[str, Any] = field(default_factory=dict)
     """What the layouts that fit this machine took with the parts, as `ppd plan --json` tells it, and its table; the
     `verdict` alone if they were not measured."""

@@ -22,15 +22,16 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.drafter import DrafterInfo, save_drafter
-from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, model_end, save_head
-from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, kept_heads_folder
+from ppd_runtime.models.trained.heads import AFFINE, HeadInfo, HeadNetwork, model_end, save_head
+from ppd_runtime.models.trained.kept_heads import COUNTS, DRAFTER, head_name, kept_heads_folder
 from ppd_runtime.models.trained.shortlist import shortlist
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.training.adapt.answers import Answering, Text
-from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, drafted
-from ppd_runtime.training.adapt.head_choice import OWN
+from ppd_runtime.training.adapt.drafting import OWN_STEPS, DraftedText, DrafterTraining, KeptDrafts, drafted
+from ppd_runtime.training.adapt.earlier import EarlierParts, foreseen
+from ppd_runtime.training.adapt.head_choice import EARLIER, OWN
 from ppd_runtime.training.adapt.heads import OUTSIDE, HeadsTraining, labels_of
 from ppd_runtime.training.adapt.report import (
     AFTER,
@@ -115,7 +116,7 @@ def _planned(config: RuntimeConfig, info: ModelInfo, settings: AdaptSettings, pr
     except KeyboardInterrupt:  # the parts are whole: no later run would go on
         return {"verdict": "layouts were not measured to the end"}
     if folder is None:
-        keep(config, info, answer["found"])
+        keep(config, info, answer["found"], answer["cpu_share"])
     return answer["plan"]
 
 
@@ -173,14 +174,45 @@ class _Adaptation:
         training = HeadsTraining(end, kept, self._layers, labels, learnt, self._folder)
         training.run(self._clock, _TRAINED_BEFORE_DRAFTER if self._settings.drafter else _TRAINED, self._tell)
         numbers = weight_bytes(info, 0, info.num_layers, torch.float32) // torch.float32.itemsize
-        training.choose(torch.nonzero(held_out)[:, 0], numbers)
+        earlier = self._earlier()
+        training.choose(torch.nonzero(held_out)[:, 0], numbers, earlier.networks(self._layers, end, tokens))
         drafter = self._train_drafter(kept, texts, labels, tokens) if self._settings.drafter else None
         self._tell("comparing on held-out tokens")
-        guesses = _guesses(kept, end, training, drafter)
+        guesses = _guesses(kept, end, training.heads, drafter.drafts if drafter else None)
         report = self._report(shown, kept, training, self._compared(kept, texts, labels, tokens, guesses))
-        self._write(report, training, drafter, tokens)
+        report = replace(report, stayed=tuple(earlier.lines(training.choices)))
+        if earlier.drafter and drafter:
+            report, drafter = self._better_drafter(report, drafter, earlier, kept, texts)
+        self._write(report, training, drafter, tokens, earlier)
         shutil.rmtree(self._folder.folder)
         return report
+
+    def _earlier(self) -> EarlierParts:
+        """The parts that new ones are compared with."""
+        compares = self._settings.out is None and not self._settings.replace
+        return EarlierParts.of(self._ordinary.info) if compares else EarlierParts()
+
+    def _better_drafter(
+        self,
+        report: AdaptReport,
+        drafter: DrafterTraining,
+        earlier: EarlierParts,
+        kept: KeptStates,
+        texts: Sequence[Text],
+    ) -> tuple[AdaptReport, DrafterTraining | None]:
+        """The new drafter, or None and the report of the earlier one if that foresees as many tokens or more."""
+        assert earlier.drafter is not None
+        model, tokens = self._ordinary.stage.model, earlier.drafter.tokens
+        labels = labels_of(kept.choices(), tokens, self._ordinary.info.vocab_size)
+        guesses = _guesses(kept, model, {}, earlier.drafts(model, kept))
+        found = self._compared(kept, texts, labels, tokens, guesses)
+        greedy, sampled = (found.comparison(way, ()).drafter for way in (GREEDY, SAMPLED))
+        before, after = foreseen(greedy), foreseen(report.greedy.drafter)
+        if after > before:
+            return report, drafter
+        line = f"the drafter, which foresees {before:.3f} tokens in a row, the new one {after:.3f}"
+        comparisons = (replace(report.greedy, drafter=greedy), replace(report.sampled, drafter=sampled))
+        return replace(report, stayed=(*report.stayed, line), greedy=comparisons[0], sampled=comparisons[1]), None
 
     def _train_drafter(
         self, kept: KeptStates, texts: Sequence[Text], labels: Tensor, tokens: Sequence[int]
@@ -259,23 +291,36 @@ class _Adaptation:
         )
 
     def _write(
-        self, report: AdaptReport, training: HeadsTraining, drafter: DrafterTraining | None, tokens: Sequence[int]
+        self,
+        report: AdaptReport,
+        training: HeadsTraining,
+        drafter: DrafterTraining | None,
+        tokens: Sequence[int],
+        earlier: EarlierParts,
     ) -> None:
-        """The folder: one for each part, the counts by which their shortlist was chosen, and the report."""
+        """The folder: one for each part, the counts by which their shortlist was chosen, and the report.
+
+        Without a new drafter the earlier one stays.
+        """
         account = {**self._about, "steps": report.steps, "tokens": report.places}
         with atomic_file(self._out) as folder:
             folder.mkdir()
             shutil.copy(self._folder / COUNTS, folder / COUNTS)
             _write_report(folder, report)
+            earlier.copy_heads(folder, training.choices)
             for layer in report.greedy.layers:
                 choice = training.choices[layer.layer]
+                if choice.kind == EARLIER:
+                    continue
                 head = HeadInfo(**self._known(folder, layer.layer), kind=AFFINE if choice.kind == OWN else choice.kind)
                 held_out = {"held_out": layer.after, "tried": asdict(choice)["tried"]}
-                save_head(folder / f"layer-{layer.layer}", training.heads[layer.layer], head, account | held_out)
+                save_head(folder / head_name(layer.layer), training.heads[layer.layer], head, account | held_out)
             if drafter:
                 about = DrafterInfo(**self._known(folder, 0), tokens=tuple(tokens))
                 made = {"steps": drafter.steps, "held_out": report.greedy.drafter}
                 save_drafter(folder / DRAFTER, drafter.learner, about, account | made)
+            else:
+                earlier.copy_drafter(folder)
 
     def _known(self, folder: Path, layer: int) -> dict[str, Any]:
         """What every part's card says; see `PartInfo`."""
@@ -291,18 +336,18 @@ class _Adaptation:
 
 
 def _guesses(
-    kept: KeptStates, end: PreTrainedModel, training: HeadsTraining, drafter: DrafterTraining | None
+    kept: KeptStates, end: PreTrainedModel, heads: Mapping[int, HeadNetwork], drafts: KeptDrafts | None
 ) -> _Guesses:
-    """The guesses to compare: of the model's own head and the trained one after each layer, and of the drafter."""
+    """The guesses to compare: of the model's own head and the chosen one after each layer, and of the drafter."""
     own = FinalHead(end)
 
     def guesses(text: Text, of_text: KeptText) -> Iterator[tuple[Guesser, Tensor]]:
-        for layer, head in training.heads.items():
+        for layer, head in heads.items():
             states = kept.states(layer)[_rows(of_text)].to(end.device, torch.float32)[None]
             yield (BEFORE, layer), own(states)[0]
             yield (AFTER, layer), head(states)[0]
-        if drafter and len(of_text.places) > OWN_STEPS:
-            for step, logits in enumerate(drafter.scores([_drafted(text, of_text)])):
+        if drafts and len(of_text.places) > OWN_STEPS:
+            for step, logits in enumerate(drafts.scores([_drafted(text, of_text)])):
                 yield (DRAFTER_STEP, step), logits[0, step:]
 
     return guesses

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
-from ppd_runtime.settings.checks import check_cuts, check_depth, check_number, even_cuts
+from ppd_runtime.settings.checks import check_bool, check_cuts, check_depth, check_number, even_cuts
 from ppd_runtime.training.run import check_out
 
 _USUAL_STAGES = (2, 4)
@@ -33,6 +33,8 @@ class AdaptSettings:
     """Whether to train a drafter too."""
     out: Path | None = None
     """The new folder; default: one in the cache folder, where stages find it."""
+    replace: bool = False
+    """Whether new parts take the place of all that are there, even where they foresee less of held-out texts."""
     disk_gb: float = 4.0
     """Most gigabytes of hidden states on disk meanwhile."""
 
@@ -42,7 +44,10 @@ class AdaptSettings:
         for first, second in (("prompts", "texts"), ("stages", "layers")):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise ValueError(f"{first} and {second} are both given: give one of them")
+        check_bool("replace", self.replace)
         if self.out is not None:
+            if self.replace:
+                raise ValueError(f"replace with out={str(self.out)!r}, a new folder, which replaces nothing: drop one")
             check_out(self.out)
 
     def layouts(self, info: ModelInfo) -> list[tuple[int, ...]]:

@@ -1,0 +1,83 @@
+"""Bytes that models and drafters take in memory, by their files and configurations: nothing is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
+from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
+from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
+from ppd_runtime.models.checkpoint.weights_card import card_of
+from ppd_runtime.models.draft_model import DraftModelInfo
+from ppd_runtime.models.native.packing import packed_bytes
+from ppd_runtime.models.native.quantising import FORMAT_OF
+from ppd_runtime.models.trained.drafter import DrafterInfo
+from ppd_runtime.models.trained.published import PublishedInfo
+from ppd_runtime.workers.spec import WorkerSpec
+
+
+@dataclass(frozen=True)
+class DrafterNeeds:
+    """What a drafter adds to the process that asks it."""
+
+    device: str
+    """Where it runs."""
+    weights: int = 0
+    """Bytes of what it does not share with the model."""
+    of_token: int = 0
+    """Bytes of one token's keys and values."""
+
+
+def drafter_needs(spec: WorkerSpec) -> DrafterNeeds:
+    """What the drafter takes that a worker asks in its own process; nothing without one.
+
+    A draft model's own process is a worker, whose layers are counted as other workers' are.
+    """
+    drafter, beside = spec.drafter, spec.device
+    if drafter is None or spec.rank != spec.layout.guesser or spec.layout.drafter is not None:
+        return DrafterNeeds(beside)
+    if isinstance(drafter, DrafterInfo):
+        return DrafterNeeds(beside, drafter.num_bytes(beside), drafter.entry_bytes)
+    if isinstance(drafter, DraftModelInfo):
+        config, layers = model_config(drafter.info.folder), drafter.info.num_layers
+        weights = int(whole_weight_bytes(drafter.info, config, drafter.dtype))
+        return DrafterNeeds(drafter.device(beside), weights, layers * layer_entry_bytes(config, drafter.dtype))
+    if isinstance(drafter, PublishedInfo):
+        config, layers = drafter.layers_config, drafter.layers_config.num_hidden_layers
+    else:
+        config, layers = model_config(drafter.folder), 1
+    weights = drafter.num_weights() * spec.dtype.itemsize
+    return DrafterNeeds(beside, weights, layers * layer_entry_bytes(config, spec.dtype))
+
+
+def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's key and value in a layer's cache; if layers differ, in a usual layer."""
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
+        return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    key = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
+
+
+def whole_weight_bytes(info: ModelInfo, config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """Bytes of all weights in memory, by the files that hold them, or by their format."""
+    if card_of(info.folder):
+        return sum(file.stat().st_size for file in weight_files(info.folder))
+    if info.weights:
+        return _packed_bytes(info.weights, config, dtype)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
+    return sum(file.stat().st_size for file in weight_files(info.folder)) * dtype.itemsize / stored.itemsize
+
+
+def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the packed matrices and of the tensors that stay floats. All layers are taken to be as large as the
+    first."""
+    skeleton = skeleton_of(config, 1)
+    sizes = {name: dtype.itemsize * numbers.numel() for name, numbers in skeleton.named_parameters()}
+    for name, linear in quantised_linears(skeleton).items():
+        form = FORMAT_OF[FORMAT_OF_HEAD if name == HEAD else weights]
+        sizes[name] = packed_bytes(form, linear.out_features, linear.in_features)
+    of_layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
+    return sum(sizes.values()) + (config.num_hidden_layers - 1) * of_layer
