@@ -1,8 +1,10 @@
 """Passes of compiled and of eager layers: whether those that should have the same bits have them, and their times."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +83,20 @@ def _launched(stage: LayerRange) -> Iterator[None]:
         passes._recordings = kept
 
 
+@contextlib.contextmanager
+def _recorded(stage: LayerRange) -> Iterator[None]:
+    """Record passes of layers of any size until the block ends, to see whether that pays."""
+    passes: Any = getattr(stage._compiled, "_passes", None)
+    if not _recordings(stage):
+        yield
+        return
+    kept, passes.largest_recorded = passes.largest_recorded, math.inf
+    try:
+        yield
+    finally:
+        passes.largest_recorded = kept
+
+
 def _rows_alone(stage: LayerRange, rows: int) -> bool:
     """Whether a chain's tokens have the states that each has alone."""
     alone = _states_at(stage, range(40, 40 + rows), 100)
@@ -98,7 +114,7 @@ def llama(scene: Scene) -> Rows:
         for way in ways:
             if way == "recorded" and not _recordings(stage):
                 continue
-            with _launched(stage) if way == "launched" else contextlib.nullcontext():
+            with _launched(stage) if way == "launched" else _recorded(stage):
                 for length in scene.choose((128, 1024, 4096), (64,)):
                     row = _pass_of(scene, stage, length)
                     yield {"passes": way, "after": length, "% of a copy's": 100 * row["GB/s"] / copy} | row
