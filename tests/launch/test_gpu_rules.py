@@ -4,7 +4,9 @@ told. `torch.cuda` is a stand-in where it matters.
 
 import ast
 import contextlib
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,20 +188,65 @@ def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, m
     assert rows.node.expr.as_coeff_Mul()[0] == 8
 
 
-def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+ODD_ARITHMETIC = """
+torch.backends.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+torch.backends.cudnn.conv.fp32_precision = "ieee"
+products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (False, False)
+products.allow_fp16_accumulation = True
+for name in ("flash", "mem_efficient", "math"):
+    getattr(cuda, f"enable_{name}_sdp")(False)
+cuda.allow_fp16_bf16_reduction_math_sdp(True)
+"""
+FOUND_ARITHMETIC = """
+print(products.fp32_precision in ("ieee", "none"), torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none"))
+print(torch.backends.cudnn.conv.fp32_precision, products.allow_fp16_accumulation)
+print(products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction)
+print(*(getattr(cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")))
+print(cuda.fp16_bf16_reduction_math_sdp_allowed())
+"""
+
+
+def arithmetic_of(program: str) -> list[str]:
+    """What a fresh process says of its arithmetic behind a program."""
+    imports = "import torch\nfrom ppd_runtime.models.stage.arithmetic import settle_arithmetic\n"
+    given = "cuda, products = torch.backends.cuda, torch.backends.cuda.matmul\n"
+    source = f"{imports}{given}{program}\n{FOUND_ARITHMETIC}"
+    return subprocess.check_output([sys.executable, "-c", source], text=True).splitlines()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has no such settings")
+def test_what_a_program_has_made_of_pytorchs_settings_changes_no_bits() -> None:
+    """Workers are fresh processes, ordinary decoding runs in the program's."""
+    fresh = arithmetic_of("cuda.enable_cudnn_sdp(False)")
+    odd = arithmetic_of(ODD_ARITHMETIC)
+    assert all(ours != theirs for ours, theirs in zip(fresh, odd, strict=True)), "or the test sees nothing"
+    assert arithmetic_of(f"{ODD_ARITHMETIC}\nsettle_arithmetic(torch.device('cuda', 1))") == fresh
+    on_a_cpu = arithmetic_of(f"{ODD_ARITHMETIC}\nsettle_arithmetic(torch.device('cpu'))")
+    assert on_a_cpu == [fresh[0], *odd[1:]], "a program may use GPUs for other things"
+
+
+@pytest.fixture
+def cudnn_attention() -> Iterator[None]:
+    """Some other code has switched it on in this process."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+def test_stages_settle_the_arithmetic_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary decoding is such a stage, too."""
     model = build_model("llama")
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.set_float32_matmul_precision("medium")
+    LayerRange(model)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
+    with two_gpus():
         LayerRange(model)
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
-        with two_gpus():
-            LayerRange(model)
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,9 @@ from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import caches, library_probe, slicing
+from ppd_runtime.models.stage import arithmetic, caches, library_probe, slicing
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
-from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
+from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS
 from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
@@ -216,7 +216,7 @@ def _compile(
     native.cpp_compiler()  # or one clear line
     if device.type == "cuda":
         check_toolkit()
-    leave_out_cudnn(device)  # which attention the code has is chosen now
+    arithmetic.settle_arithmetic(device)  # which attention and products the code has is chosen now
     try:
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -386,8 +386,8 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, library_probe.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
-    sources += [programs.__file__, joined_products.__file__, native.__file__, attention.__file__, products.__file__]
+    modules = [arithmetic, library_probe, caches, slicing, programs, joined_products, native, attention, products]
+    sources = [__file__, inspect.getfile(model_class), *map(inspect.getfile, modules)]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],
