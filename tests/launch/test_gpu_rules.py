@@ -27,7 +27,8 @@ from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
-from ppd_runtime.models.compiled import export, toolkit
+from ppd_runtime.models.compiled import export, programs, toolkit
+from ppd_runtime.models.compiled.compiler_options import compiler_options
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import ExitState
@@ -264,6 +265,52 @@ def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monk
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     assert found == [True, False]
+
+
+def test_one_rows_products_are_tuned_on_gpus_alone() -> None:
+    """Code that is compiled with other options has another name, or an earlier run's would be taken."""
+    config = build_model("llama", num_layers=2).config
+    kinds = (PassKind.ONE, PassKind.WITHOUT_MLP, PassKind.SEVERAL, 4)
+    for device, tuned in (("cuda", [True, True, False, False]), ("cpu", [False] * 4)):
+        options = [compiler_options(torch.device(device), kind) for kind in kinds]
+        assert ["coordinate_descent_tuning" in found for found in options] == tuned
+        assert options[0] is not compiler_options(torch.device(device), kinds[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
+        (before, *_) = export.layer_parts(config, torch.bfloat16, torch.device("cuda"))
+        patch.setattr(export, "compiler_options", lambda device, passes: {})
+        (after, *_) = export.layer_parts(config, torch.bfloat16, torch.device("cuda"))
+    assert before.name != after.name
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_several_tokens_read_a_gpus_keys_where_they_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's fast attention takes no mask together with `enable_gqa`: heads that share keys have a stride of 0."""
+    config, programs_of = build_model("llama", num_layers=2).config, []
+    assert config.num_attention_heads > config.num_key_value_heads
+    monkeypatch.setattr(export.native, "is_available", lambda device, dtype: False)
+    make = lambda: export.layer_for(export._model(config, torch.float32), 0, PassKind.SEVERAL)  # noqa: E731
+    for on_gpu_too in (True, False):
+        monkeypatch.setattr(programs, "_is_on_gpu", lambda tensor, there=on_gpu_too: there)
+        programs_of.append(export._export(make, 0, window, torch.float32, torch.device("cpu"), PassKind.SEVERAL))
+    on_gpus, on_cpus = programs_of
+    for program, shares in ((on_gpus, False), (on_cpus, True)):
+        (node,) = [node for node in program.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        assert bool(node.kwargs.get("enable_gqa")) == shares
+        strides = [given.meta["val"].stride(1) for given in node.args[1:3]]
+        assert (strides == [0, 0]) != shares
+
+
+def test_attention_over_keys_where_they_lie_is_the_librarys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 5, 8, 16, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 72, 2, 16, generator=generator).transpose(1, 2)[:, None]
+    mask = torch.where(torch.arange(72) > torch.arange(40, 45)[:, None], -torch.inf, 0.0)[None, None]
+    for scale in (None, 0.3):
+        ours = programs._attention_of_groups(query, key, value, mask, scale)
+        options = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+        theirs = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:

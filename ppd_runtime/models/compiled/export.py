@@ -37,6 +37,7 @@ from transformers.masking_utils import sdpa_mask
 from ppd_runtime.files.cache_folder import artifact, capabilities, ingredients_name
 from ppd_runtime.models.compiled import joined_products, programs
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
+from ppd_runtime.models.compiled.compiler_options import compiler_options
 from ppd_runtime.models.compiled.joined_products import join_products
 from ppd_runtime.models.compiled.programs import (
     AttentionlessLayer,
@@ -73,7 +74,6 @@ _MOST_ROWS = 2**24
 _ALIGNED = 8  # PyTorch's attention on GPUs takes masks of rows that it knows to be a multiple of this
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
-_INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
 _PASSES: dict[int, str] = {
     PassKind.SEVERAL: "several tokens",
     PassKind.WITHOUT_ATTENTION: "one token without attention",
@@ -186,7 +186,7 @@ def _layer_part(
     passes: int,
 ) -> CodePart:
     known = _kind(model, index, passes) | {"window": window, "passes": passes}
-    ingredients = _versions(type(model), model.dtype, device) | known
+    ingredients = _versions(type(model), model.dtype, device) | {"inductor": compiler_options(device, passes)} | known
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = f"layer {index}, for passes over {tokens}"
     return CodePart(what, ingredients, partial(_compile, what, make, index, window, model.dtype, device, passes))
@@ -198,6 +198,7 @@ def _head_part(model: PreTrainedModel, make: Callable[[], nn.Module], device: to
         "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
         "constants": sorted(_constants(piece)),
         "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+        "inductor": compiler_options(device, PassKind.HEAD),
         "passes": PassKind.HEAD,
     }
     return CodePart(what, ingredients, partial(_compile, what, make, 0, None, model.dtype, device, PassKind.HEAD))
@@ -221,7 +222,7 @@ def _compile(
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
-            options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
+            options = compiler_options(device, passes)
             if native.is_available(device, dtype):
                 shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
@@ -394,5 +395,4 @@ def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> di
         "native": native.is_available(device, dtype),
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
-        "inductor": _INDUCTOR,
     }
