@@ -141,7 +141,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_compiled(
     line = r"^compile: code for GPUs needs Triton, which is not installed: .* or leave compile out$"
     with pytest.raises(ValueError, match=line):
         export.compile_layers(config, torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: "found" if name == "triton" else None)
     line = r"^compile: code for GPUs needs a CUDA toolkit, and there is no include/cuda.h in CUDA_HOME=None: .*$"
     with pytest.raises(ValueError, match=line):
         export.compile_layers(config, torch.bfloat16, torch.device("cuda"))

@@ -49,7 +49,7 @@ from ppd_runtime.models.compiled.programs import (
     grouped_attention,
     own_attention,
 )
-from ppd_runtime.models.compiled.toolkit import check_toolkit
+from ppd_runtime.models.compiled.toolkit import check_toolkit, toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
@@ -228,7 +228,7 @@ def _compile(
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
                 told = {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
                 options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
-            with compiler_apart():
+            with compiler_apart(), toolkit() if device.type == "cuda" else contextlib.nullcontext():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
