@@ -18,8 +18,8 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 _MANY_RECORDINGS, _PASSES_EACH = 70, 16
 """More than are kept, and as many passes of each as make room for others."""
 
-ROWS_KEEP_THEIR_BITS = "{} rows of a pass, each as alone"
-"""The library's passes need not have this, nor anybody's in bfloat16: where they lack it, rows run one by one."""
+ROWS_KEEP_THEIR_BITS = "rows of a pass, each as alone"
+"""A column apart: the library's passes need not have this, nor anybody's in bfloat16, and then rows run one by one."""
 
 
 def bits(scene: Scene) -> Rows:
@@ -46,7 +46,7 @@ def bits(scene: Scene) -> Rows:
         both = [states for _ in range(2) for at in (stage, other) for states in _states_at(at, [40, 41], 100)]
         yield about | {"checked": "two stages in a process", "equal": all(map(torch.equal, both[:6], both[2:]))}
         for rows in scene.choose((2, 4, 8, 15), (2,)):
-            yield about | {"checked": ROWS_KEEP_THEIR_BITS.format(rows), "equal": _rows_alone(stage, rows)}
+            yield about | {"rows": rows, ROWS_KEEP_THEIR_BITS: _rows_alone(stage, rows)}
 
 
 def _states_at(stage: LayerRange, positions: Sequence[int], capacity: int) -> list[Tensor]:
