@@ -19,6 +19,7 @@ from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
 from ppd_runtime.launch.cpu_affinity import CoreShare
 from ppd_runtime.launch.found_layout import with_found_layout
+from ppd_runtime.launch.gpus import crowding
 from ppd_runtime.launch.guessing_times import GuessingTimes
 from ppd_runtime.launch.startup import check_ray, prepare, start_workers, transport_here
 from ppd_runtime.launch.supervisor import CLOSED, Progress
@@ -144,8 +145,9 @@ class PPDRuntime(TextGenerator):
         """
         with self._starting:
             if self._workers is None and not self._closed:
-                if self.device == "cpu" and (crowding := self._share.crowding()):
-                    logger.warning(crowding)
+                on_cpus = self.device == "cpu"
+                if told := self._share.crowding() if on_cpus else crowding([spec.device for spec in self._specs]):
+                    logger.warning(told)
                 self._specs = prepare(self._specs, self.config, self.launcher, self._progress)
                 if self.config.one_host or self.launcher != "ray":
                     self.config = replace(self.config, compile=any(spec.code for spec in self._specs))

@@ -51,6 +51,9 @@ def check_exports() -> None:
                 assert programs
                 for program in programs:
                     _check_rows(program)
+                    assert not any(node.kwargs.get("enable_gqa") for node in program.graph.nodes), (
+                        "reads keys in copies"
+                    )
                 print("exported", family, str(dtype), int(passes))
 
 

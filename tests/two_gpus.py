@@ -4,7 +4,8 @@ As in CUDA, each thread has a current device and, on each device, a current stre
 of its tensors' device, whatever the current device is; while that stream captures, it is recorded and does not run. A
 capture without a stream of its own is on the one default stream of all captures, which lies on whichever device was
 current when it was first needed; before it the device is waited for. There is one capture at a time, and none on a
-device's default stream. Recordings of a stream share a workspace, which goes with the first of them that goes.
+device's default stream. Recordings of a stream share a workspace, which goes with the first of them that goes. The
+allocator serves a capture from its memory pool until the capture ends; an end that fails leaves it there.
 A stream that waits for a transfer under way does so until that has arrived; no other can wait here, so waiting for
 such a stream, or for its device, is an error that says so.
 """
@@ -67,22 +68,25 @@ class Graph:
         self.stream: Stream | None = None
         self._workspace = {"is there": True}
 
-    def capture_begin(self, **_: object) -> None:
-        """Capture on the current device's current stream."""
+    def capture_begin(self, pool: int, **_: object) -> None:
+        """Capture on the current device's current stream, into a memory pool."""
         self.stream = self._gpus.current_stream()
         if self.stream in self._gpus.defaults.values():
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         if any(stream.capturing for stream in self._gpus.streams):
             raise RuntimeError("only one capture may be underway at a time")
         self.stream.capturing, self._workspace = self, self.stream.workspace
+        self._pool = self.stream.device.index, pool
+        self._gpus.allocating.append(self._pool)
 
     def capture_end(self) -> None:
-        """Fails where the test says so."""
+        """Fails where the test says so, before the allocator leaves the pool, as PyTorch's does."""
         assert self.stream
         assert self.stream is self._gpus.current_stream(), "capture must end on the same stream it began on"
         self.stream.capturing = None
         if self._gpus.captures_fail:
             raise RuntimeError("operation failed due to a previous error during capture")
+        self._gpus.end_allocating(*self._pool)
 
     def add(self, kernel: Kernel) -> None:
         """One more, that does not run now."""
@@ -116,6 +120,11 @@ class TwoGpus:
         """Each device's own stream, which a thread has until it takes another."""
         self.captures_fail = False
         self.replays = 0
+        self.pools = 0
+        self.allocating: list[tuple[int, int]] = []
+        """Devices and pools from which the allocator serves captures."""
+        self.released: list[tuple[int, int]] = []
+        """Pools that were given back by hand."""
         self.graphs: list[Graph] = []
         """Of this test; a test that wants them to go empties it."""
 
@@ -164,6 +173,17 @@ class TwoGpus:
                 stream.synchronize()
         if any(graph.stream and graph.stream.capturing and graph.stream.device.index == index for graph in self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing")
+
+    def new_pool(self) -> int:
+        """`torch.cuda.graph_pool_handle`."""
+        self.pools += 1
+        return self.pools
+
+    def end_allocating(self, device: int, pool: int) -> None:
+        """`torch._C._cuda_endAllocateToPool`, which refuses a pool that serves no capture."""
+        if (device, pool) not in self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating.remove((device, pool))
 
     def new_graph(self) -> Graph:
         """`torch.cuda.CUDAGraph`."""
@@ -265,4 +285,7 @@ def two_gpus() -> Iterator[TwoGpus]:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpus, device))
         patch.setattr(torch.cuda, "Event", lambda: Event(gpus))
         patch.setattr(torch.cuda, "CUDAGraph", gpus.new_graph)
+        patch.setattr(torch.cuda, "graph_pool_handle", gpus.new_pool)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", gpus.end_allocating)
+        patch.setattr(torch._C, "_cuda_releasePool", lambda *pool: gpus.released.append(pool))
         yield gpus

@@ -7,7 +7,8 @@
 DIR gets stages.jsonl, a line as soon as a stage has ended or its time is up, with the rows that it had found by then,
 and report.md, written again behind each stage. Whatever a stage does, the others run; the exit code is 1 where one
 failed. --pretend runs every stage on the CPU with little models: its figures mean nothing. Speed-ups of pipelines
-cannot be measured on one GPU, whose workers take turns; `ppd plan --devices` predicts them.
+cannot be measured on one GPU, whose workers take turns; `ppd plan --devices N --row-cost 1` predicts them: on GPUs the
+runtime runs each row as a pass of its own.
 """
 
 import argparse

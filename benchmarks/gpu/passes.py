@@ -1,8 +1,10 @@
 """Passes of compiled and of eager layers: whether those that should have the same bits have them, and their times."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 _MANY_RECORDINGS, _PASSES_EACH = 70, 16
 """More than are kept, and as many passes of each as make room for others."""
 
-ROWS_KEEP_THEIR_BITS = "{} rows of a pass, each as alone"
-"""The library's passes need not have this, nor anybody's in bfloat16: where they lack it, rows run one by one."""
+ROWS_KEEP_THEIR_BITS = "rows of a pass, each as alone"
+"""A column apart: the library's passes need not have this, nor anybody's in bfloat16, and then rows run one by one."""
 
 
 def bits(scene: Scene) -> Rows:
@@ -44,7 +46,7 @@ def bits(scene: Scene) -> Rows:
         both = [states for _ in range(2) for at in (stage, other) for states in _states_at(at, [40, 41], 100)]
         yield about | {"checked": "two stages in a process", "equal": all(map(torch.equal, both[:6], both[2:]))}
         for rows in scene.choose((2, 4, 8, 15), (2,)):
-            yield about | {"checked": ROWS_KEEP_THEIR_BITS.format(rows), "equal": _rows_alone(stage, rows)}
+            yield about | {"rows": rows, ROWS_KEEP_THEIR_BITS: _rows_alone(stage, rows)}
 
 
 def _states_at(stage: LayerRange, positions: Sequence[int], capacity: int) -> list[Tensor]:
@@ -81,6 +83,20 @@ def _launched(stage: LayerRange) -> Iterator[None]:
         passes._recordings = kept
 
 
+@contextlib.contextmanager
+def _recorded(stage: LayerRange) -> Iterator[None]:
+    """Record passes of layers of any size until the block ends, to see whether that pays."""
+    passes: Any = getattr(stage._compiled, "_passes", None)
+    if not _recordings(stage):
+        yield
+        return
+    kept, passes.largest_recorded = passes.largest_recorded, math.inf
+    try:
+        yield
+    finally:
+        passes.largest_recorded = kept
+
+
 def _rows_alone(stage: LayerRange, rows: int) -> bool:
     """Whether a chain's tokens have the states that each has alone."""
     alone = _states_at(stage, range(40, 40 + rows), 100)
@@ -98,7 +114,7 @@ def llama(scene: Scene) -> Rows:
         for way in ways:
             if way == "recorded" and not _recordings(stage):
                 continue
-            with _launched(stage) if way == "launched" else contextlib.nullcontext():
+            with _launched(stage) if way == "launched" else _recorded(stage):
                 for length in scene.choose((128, 1024, 4096), (64,)):
                     row = _pass_of(scene, stage, length)
                     yield {"passes": way, "after": length, "% of a copy's": 100 * row["GB/s"] / copy} | row

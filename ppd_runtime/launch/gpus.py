@@ -1,13 +1,33 @@
 """This host's GPUs: which of them workers outside Ray get, and their free memory."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from ppd_runtime.launch.nvml import free_by_nvml, open_nvml
+
 
 def free_bytes(device: str) -> int:
-    """Free memory of a GPU that this process sees, in bytes."""
+    """Free memory of a GPU that this process sees, in bytes, if possible without a context of this process there."""
+    library = open_nvml()
+    if library is not None:
+        uuid = getattr(torch.cuda.get_device_properties(torch.device(device)), "uuid", None)
+        free = free_by_nvml(library, uuid)
+        library.nvmlShutdown()
+        if free is not None:
+            return free
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
+def crowding(devices: Sequence[str]) -> str | None:
+    """A message if workers on these devices, such as cuda:0, share GPUs, which then run them in turn."""
+    on_gpus = [device for device in devices if device.startswith("cuda:")]
+    gpus = len(set(on_gpus))
+    if gpus == len(on_gpus):
+        return None
+    shared = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+    return f"{len(on_gpus)} workers share {shared}: they take turns, so expect less speed than a GPU for each gives"
 
 
 def assign_gpus(num_workers: int, num_gpus: int, gpus_per_worker: float | None) -> list[str]:

@@ -12,7 +12,7 @@ from ppd_runtime.pipeline.messages import Shutdown
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.local import LocalNetwork
-from ppd_runtime.workers.bits import NO_BITS
+from ppd_runtime.workers.bits import NO_BITS, Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
@@ -27,6 +27,7 @@ class LocalWorkers:
         self._network = LocalNetwork([CLIENT, *(spec.rank for spec in specs)])
         self._specs = {spec.rank: spec for spec in specs}
         self._spawned: list[int] = []  # the rank of each start
+        self._are_alike = len({spec.device for spec in specs}) == 1
         self._progress: Progress = progress
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
         introduce = Introductions(self.endpoint).introduce
@@ -36,7 +37,9 @@ class LocalWorkers:
     def _spawn(self, rank: int) -> "ThreadHandle":
         self._progress(f"loading {self.supervisor.name_of(rank)}")
         self._spawned.append(rank)
-        return ThreadHandle(Worker(self._specs[rank]), self._network.endpoint(rank))
+        worker = Worker(self._specs[rank])
+        bits = NO_BITS if self._are_alike else worker.bits()
+        return ThreadHandle(worker, self._network.endpoint(rank), bits)
 
     def record(self, counts: RequestCounts) -> None:
         """Threads are not watched."""
@@ -53,9 +56,10 @@ class LocalWorkers:
 class ThreadHandle:
     """A worker in a thread; the worker's own message tells why it ended."""
 
-    location, cancelled, bits = "", False, NO_BITS
+    location, cancelled = "", False
 
-    def __init__(self, worker: Worker, endpoint: Endpoint) -> None:
+    def __init__(self, worker: Worker, endpoint: Endpoint, bits: Bits) -> None:
+        self.bits = bits
         arguments, name = (worker, endpoint), f"ppd-{worker.spec.rank}"
         self._thread = threading.Thread(target=self._serve, args=arguments, name=name, daemon=True)
         self._thread.start()
@@ -70,7 +74,7 @@ class ThreadHandle:
         return True
 
     def welcome(self) -> None:
-        """It serves from its beginning: its bits are this process' own."""
+        """It serves from its beginning: the first request comes after all workers' bits have been compared."""
 
     def end_reason(self) -> str | None:
         """Says that the worker's thread has ended."""

@@ -338,5 +338,5 @@ def _draft_worker(first: WorkerSpec, draft: DraftModelInfo, device: str) -> Work
 
 
 def all_code_kinds(specs: Iterable[WorkerSpec]) -> list[int]:
-    """The kinds of passes and heads that any of the processes needs compiled, each once."""
-    return sorted(set().union(*(spec.code_kinds for spec in specs)))
+    """The kinds of passes and heads that any of the model's processes needs compiled, each once."""
+    return sorted(set().union(*(spec.code_kinds for spec in specs if spec.rank != spec.layout.drafter)))

@@ -41,6 +41,8 @@ def choices(scores: Tensor) -> list[int]:
 
 def best(scores: Tensor, k: int) -> list[int]:
     """The k highest of `[n]` scores; the first is `argmax`'s among equals (`topk`'s may differ)."""
+    if not scores.is_cpu:
+        return best_of_each(scores[None], k)[0]
     first = first_highest(scores)
     if k == 1:
         return [first]
@@ -49,8 +51,33 @@ def best(scores: Tensor, k: int) -> list[int]:
 
 def best_of_each(scores: Tensor, k: int) -> list[list[int]]:
     """The `best` of each row of `[rows, n]` scores."""
-    firsts = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+    if not scores.is_cpu:
+        return [_first_of(row, k) for row in _first_and_best(scores, k).tolist()]
+    firsts = scores.numpy().argmax(-1).tolist()
     if k == 1:
         return [[first] for first in firsts]
     rows = zip(firsts, scores.topk(k).indices.tolist(), strict=True)
     return [[first, *(token for token in best if token != first)][:k] for first, best in rows]
+
+
+def best_with_values(scores: Tensor, values: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """The `best` of each row of `[rows, n]` scores, and what `values`, `[rows, n]`, has there."""
+    if scores.is_cpu:
+        named = best_of_each(scores, k)
+        return named, values.gather(1, torch.tensor(named)).tolist()
+    places = _first_and_best(scores, k)  # one wait for all; double has each place exactly
+    rows = torch.stack([places.double(), values.gather(1, places).double()], dim=1).tolist()
+    named = [_first_of([int(place) for place in row], k) for row, _ in rows]
+    found = [dict(zip(map(int, row), of_row, strict=True)) for row, of_row in rows]
+    return named, [[of_row[place] for place in row] for row, of_row in zip(named, found, strict=True)]
+
+
+def _first_and_best(scores: Tensor, k: int) -> Tensor:
+    """`[rows, 1 + k]`: where a row is highest, and its k highest places, on the scores' device."""
+    return torch.cat([scores.argmax(-1, keepdim=True), scores.topk(k).indices], dim=-1)
+
+
+def _first_of(row: list[int], k: int) -> list[int]:
+    """The first k of a row of `_first_and_best`, each once."""
+    first, *others = row
+    return [first, *(place for place in others if place != first)][:k]

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
-from ppd_runtime.sampling.highest import NO_TOKEN, best, best_of_each, choice, choices, first_highest
+from ppd_runtime.sampling.highest import NO_TOKEN, best, best_with_values, choice, choices, first_highest
 from ppd_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.score_changes import score_changes
@@ -197,8 +197,7 @@ class Sampler:
 
     def ranked(self, scores: Tensor, k: int) -> list[list[tuple[int, float]]]:
         """The k highest of each row of noisy scores, best first, each with its chance."""
-        named = best_of_each(scores, k)
-        chances = self.chances(scores).gather(1, torch.tensor(named, device=scores.device)).tolist()
+        named, chances = best_with_values(scores, self.chances(scores), k)
         numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # 0 if scores are NaN
         return [list(zip(*row, strict=True)) for row in zip(named, numbers, strict=True)]
 

@@ -12,6 +12,10 @@ from ppd_runtime.tune.verdict import Candidate, Plan, Verdict, verdict
 
 _HEADS = ("", "devices", "ms/token", "speed-up", "allowed", "compute")
 _MOST_ROWS = 16
+_FREE_ROWS = (
+    "Further tokens of a pass count as free. On GPUs and in half precision the runtime runs each as a pass of its own: "
+    "give --row-cost 1 for those."
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def plan_devices(given: Given, model: str, weights: str | None) -> Plan:
         raise ValueError(f"{given.match_rates} {told}: give figures that were measured alike")
     devices, parts, num_layers = given.devices, given.parts, rates.layers(given.layers)
     rates, cautions = _chosen(rates, num_layers, given.ks)
+    if given.row_cost is None and any(len(shares) <= devices for shares in rates.first_boundary.values()):
+        cautions = (*cautions, _FREE_ROWS)
     predicted, ordinary_ms = rank(num_layers, rates, parts, devices, given.all_reduce_ms), parts.ordinary_ms(num_layers)
     found = {
         "model": model,

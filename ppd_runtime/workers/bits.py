@@ -25,7 +25,7 @@ class Bits:
     machine: str
     """Host, device, versions and number format, for error messages."""
     hashes: Mapping[str, str]
-    """SHA-256 of outputs, by name of the run; threads of one process need none."""
+    """SHA-256 of outputs, by name of the run; threads of one process on one device need none."""
 
     def __post_init__(self) -> None:
         few = isinstance(self.hashes, Mapping) and len(self.hashes) <= _MOST_HASHES
@@ -39,7 +39,7 @@ class Bits:
 
 
 NO_BITS = Bits("", {})
-"""For workers that are threads of the client's process: all are alike."""
+"""For workers that are threads of the client's process on one device: all are alike."""
 
 
 def bits_of(stage: LayerRange, with_head: bool = True) -> Bits:

@@ -9,6 +9,7 @@ import torch
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.named_drafter import NamedInfo
+from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -69,9 +70,12 @@ class WorkerSpec:
 
     @property
     def pass_kinds(self) -> frozenset[int]:
-        """The kinds of passes that the worker runs: over one token, and over its candidates or rows."""
-        several = self.layout.candidates(self.rank) if isinstance(self.layout, PaperLayout) else PassKind.SEVERAL
-        return frozenset({PassKind.ONE, several})
+        """The kinds of passes that the worker runs: over one token, and over its candidates, or over rows if they share
+        passes."""
+        if isinstance(self.layout, PaperLayout):
+            return frozenset({PassKind.ONE, self.layout.candidates(self.rank)})
+        shares = is_available(torch.device(self.device), self.dtype) or self.rank == self.layout.drafter
+        return frozenset({PassKind.ONE, PassKind.SEVERAL} if shares else {PassKind.ONE})
 
     @property
     def code_kinds(self) -> frozenset[int]:

@@ -60,6 +60,8 @@ def test_what_is_asked_for_is_planned(rates: Path) -> None:
 
     assert planned("--hop-ms", 9)["verdict"].startswith("don't: the best, ")
     assert {row["name"].split("k=")[1][0] for row in planned("--k", 1)["predicted"]} == {"1"}
+    assert any("give --row-cost 1" in caution for caution in planned()["cautions"])
+    assert not any("--row-cost" in caution for caution in planned("--row-cost", 0)["cautions"])
     dear, free = (planned("--row-cost", cost)["predicted"] for cost in (0.5, 0))
     assert dear[0]["ms_per_token"] > free[0]["ms_per_token"]
     parallel = planned("--all-reduce-ms", 0.01)

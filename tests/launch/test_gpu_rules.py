@@ -4,7 +4,9 @@ told. `torch.cuda` is a stand-in where it matters.
 
 import ast
 import contextlib
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,8 @@ from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
-from ppd_runtime.models.compiled import export, toolkit
+from ppd_runtime.models.compiled import export, programs, toolkit
+from ppd_runtime.models.compiled.compiler_options import compiler_options
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.pipeline.messages import ExitState
@@ -138,7 +141,7 @@ def test_a_missing_toolkit_is_named_before_anything_is_compiled(
     line = r"^compile: code for GPUs needs Triton, which is not installed: .* or leave compile out$"
     with pytest.raises(ValueError, match=line):
         export.compile_layers(config, torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(toolkit.importlib.util, "find_spec", lambda name: "found" if name == "triton" else None)
     line = r"^compile: code for GPUs needs a CUDA toolkit, and there is no include/cuda.h in CUDA_HOME=None: .*$"
     with pytest.raises(ValueError, match=line):
         export.compile_layers(config, torch.bfloat16, torch.device("cuda"))
@@ -186,20 +189,65 @@ def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, m
     assert rows.node.expr.as_coeff_Mul()[0] == 8
 
 
-def test_stages_on_gpus_leave_cudnns_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+ODD_ARITHMETIC = """
+torch.backends.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+torch.backends.cudnn.conv.fp32_precision = "ieee"
+products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (False, False)
+products.allow_fp16_accumulation = True
+for name in ("flash", "mem_efficient", "math"):
+    getattr(cuda, f"enable_{name}_sdp")(False)
+cuda.allow_fp16_bf16_reduction_math_sdp(True)
+"""
+FOUND_ARITHMETIC = """
+print(products.fp32_precision in ("ieee", "none"), torch.backends.mkldnn.matmul.fp32_precision in ("ieee", "none"))
+print(torch.backends.cudnn.conv.fp32_precision, products.allow_fp16_accumulation)
+print(products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction)
+print(*(getattr(cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")))
+print(cuda.fp16_bf16_reduction_math_sdp_allowed())
+"""
+
+
+def arithmetic_of(program: str) -> list[str]:
+    """What a fresh process says of its arithmetic behind a program."""
+    imports = "import torch\nfrom ppd_runtime.models.stage.arithmetic import settle_arithmetic\n"
+    given = "cuda, products = torch.backends.cuda, torch.backends.cuda.matmul\n"
+    source = f"{imports}{given}{program}\n{FOUND_ARITHMETIC}"
+    return subprocess.check_output([sys.executable, "-c", source], text=True).splitlines()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has no such settings")
+def test_what_a_program_has_made_of_pytorchs_settings_changes_no_bits() -> None:
+    """Workers are fresh processes, ordinary decoding runs in the program's."""
+    fresh = arithmetic_of("cuda.enable_cudnn_sdp(False)")
+    odd = arithmetic_of(ODD_ARITHMETIC)
+    assert all(ours != theirs for ours, theirs in zip(fresh, odd, strict=True)), "or the test sees nothing"
+    assert arithmetic_of(f"{ODD_ARITHMETIC}\nsettle_arithmetic(torch.device('cuda', 1))") == fresh
+    on_a_cpu = arithmetic_of(f"{ODD_ARITHMETIC}\nsettle_arithmetic(torch.device('cpu'))")
+    assert on_a_cpu == [fresh[0], *odd[1:]], "a program may use GPUs for other things"
+
+
+@pytest.fixture
+def cudnn_attention() -> Iterator[None]:
+    """Some other code has switched it on in this process."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+def test_stages_settle_the_arithmetic_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary decoding is such a stage, too."""
     model = build_model("llama")
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.set_float32_matmul_precision("medium")
+    LayerRange(model)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
+    with two_gpus():
         LayerRange(model)
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: torch.device("cuda", 1)))
-        with two_gpus():
-            LayerRange(model)
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +265,52 @@ def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monk
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     assert found == [True, False]
+
+
+def test_one_rows_products_are_tuned_on_gpus_alone() -> None:
+    """Code that is compiled with other options has another name, or an earlier run's would be taken."""
+    config = build_model("llama", num_layers=2).config
+    kinds = (PassKind.ONE, PassKind.WITHOUT_MLP, PassKind.SEVERAL, 4)
+    for device, tuned in (("cuda", [True, True, False, False]), ("cpu", [False] * 4)):
+        options = [compiler_options(torch.device(device), kind) for kind in kinds]
+        assert ["coordinate_descent_tuning" in found for found in options] == tuned
+        assert options[0] is not compiler_options(torch.device(device), kinds[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
+        (before, *_) = export.layer_parts(config, torch.bfloat16, torch.device("cuda"))
+        patch.setattr(export, "compiler_options", lambda device, passes: {})
+        (after, *_) = export.layer_parts(config, torch.bfloat16, torch.device("cuda"))
+    assert before.name != after.name
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_several_tokens_read_a_gpus_keys_where_they_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's fast attention takes no mask together with `enable_gqa`: heads that share keys have a stride of 0."""
+    config, programs_of = build_model("llama", num_layers=2).config, []
+    assert config.num_attention_heads > config.num_key_value_heads
+    monkeypatch.setattr(export.native, "is_available", lambda device, dtype: False)
+    make = lambda: export.layer_for(export._model(config, torch.float32), 0, PassKind.SEVERAL)  # noqa: E731
+    for on_gpu_too in (True, False):
+        monkeypatch.setattr(programs, "_is_on_gpu", lambda tensor, there=on_gpu_too: there)
+        programs_of.append(export._export(make, 0, window, torch.float32, torch.device("cpu"), PassKind.SEVERAL))
+    on_gpus, on_cpus = programs_of
+    for program, shares in ((on_gpus, False), (on_cpus, True)):
+        (node,) = [node for node in program.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        assert bool(node.kwargs.get("enable_gqa")) == shares
+        strides = [given.meta["val"].stride(1) for given in node.args[1:3]]
+        assert (strides == [0, 0]) != shares
+
+
+def test_attention_over_keys_where_they_lie_is_the_librarys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 5, 8, 16, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 72, 2, 16, generator=generator).transpose(1, 2)[:, None]
+    mask = torch.where(torch.arange(72) > torch.arange(40, 45)[:, None], -torch.inf, 0.0)[None, None]
+    for scale in (None, 0.3):
+        ours = programs._attention_of_groups(query, key, value, mask, scale)
+        options = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+        theirs = nn.functional.scaled_dot_product_attention(query, key, value, **options)
+        torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def test_what_leaves_a_gpu_goes_by_pinned_memory() -> None:

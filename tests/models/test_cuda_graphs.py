@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_passes import SIZE, attention, caches_in, states
 from torch import Tensor
-from two_gpus import NewTensors, TwoGpus, on_gpu, two_gpus
+from two_gpus import NewTensors, TwoGpus, two_gpus
 
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
-from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses, Part
+from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
 from ppd_runtime.models.stage.tree_range import TreeRange
@@ -24,8 +24,6 @@ from ppd_runtime.transport.local import LocalNetwork
 from ppd_runtime.workers import roles, worker
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
-
-SIZE = 8
 
 
 @pytest.fixture
@@ -49,10 +47,6 @@ def doubling(gpus: TwoGpus, lost: bool = False) -> Callable[[Tensor, Tensor], Te
         return output
 
     return launch
-
-
-def states(index: int, seed: int = 0) -> Tensor:
-    return on_gpu(torch.randn(1, 1, SIZE, generator=torch.Generator().manual_seed(seed)), index)
 
 
 def check(recordings: Recordings, launch: Callable[[Tensor, Tensor], Tensor], index: int, key: str = "it") -> None:
@@ -93,6 +87,8 @@ def test_after_a_capture_that_fails_passes_go_where_they_went_before(
     streams = [gpus.current_stream(device) for device in (0, 1)]
     check(Recordings(), doubling(gpus), 1)
     assert "CUDA graphs are left out: operation failed due to a previous error" in caplog.text
+    assert not gpus.allocating, "the allocator would think of a capture for good"
+    assert gpus.released == [(1, 1)]
     assert [gpus.current_stream(device) for device in (0, 1)] == streams
     assert gpus.current_device() == 0
 
@@ -109,6 +105,26 @@ def test_a_launch_that_fails_in_a_capture_ends_the_capture(gpus: TwoGpus, caplog
     check(Recordings(), launch, 1)
     assert "CUDA graphs are left out: this kernel waits, which a capture cannot" in caplog.text
     assert not any(stream.capturing for stream in gpus.streams)
+    assert not gpus.allocating
+    assert not gpus.released, "the pool goes with its graph"
+
+
+@pytest.mark.parametrize("captures_fail", [False, True])
+def test_a_launch_and_the_end_of_its_capture_may_both_fail(
+    gpus: TwoGpus, captures_fail: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever fails first is told, and the allocator leaves the pool."""
+    gpus.captures_fail, double = captures_fail, doubling(gpus)
+
+    def launch(hidden: Tensor, position: Tensor) -> Tensor:
+        if gpus.current_stream(hidden.device).capturing:
+            raise RuntimeError("this kernel waits, which a capture cannot")
+        return double(hidden, position)
+
+    check(Recordings(), launch, 1)
+    assert "CUDA graphs are left out: this kernel waits, which a capture cannot" in caplog.text
+    assert not gpus.allocating
+    assert gpus.released == [(1, 1)] * captures_fail
 
 
 def test_passes_and_recordings_go_one_after_the_other(gpus: TwoGpus) -> None:
@@ -171,27 +187,6 @@ def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCa
     assert not caplog.records
 
 
-def attention(gpus: TwoGpus, forgets_to_write: bool) -> Part:
-    """A layer's code that writes its rows and adds up those up to its position; perhaps the writing is not recorded."""
-
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        hidden, position, keys, values = inputs
-        output = torch.empty(hidden.shape, device=hidden.device)
-
-        def write() -> None:
-            keys[int(position)], values[int(position)] = hidden[0], hidden[0] + 1
-
-        def attend() -> None:
-            output.copy_(keys[: int(position) + 1].sum((0, 1)) * values[int(position)].sum() + hidden)
-
-        if not (forgets_to_write and gpus.current_stream(hidden.device).capturing):
-            gpus.launch(hidden.device, write)
-        gpus.launch(hidden.device, attend)
-        return [output]
-
-    return Part(SimpleNamespace(run=run, reads_mask=True), [])
-
-
 @pytest.mark.parametrize("forgets_to_write", [False, True])
 def test_a_pass_writes_its_caches_when_it_is_replayed(
     gpus: TwoGpus, forgets_to_write: bool, caplog: pytest.LogCaptureFixture
@@ -217,14 +212,6 @@ def test_a_pass_writes_its_caches_when_it_is_replayed(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     assert len(caplog.records) == forgets_to_write
     assert len(gpus.graphs) == (1 if forgets_to_write else 2)
-
-
-def caches_in(memory: Tensor, length: int) -> list[PreallocatedLayer]:
-    """A request's, in memory `[layers, 2, rows, heads, dim]` with entries of so many tokens."""
-    caches = [PreallocatedLayer(memory.shape[2], None) for _ in memory]
-    for cache, rows in zip(caches, memory, strict=True):
-        cache.rows, cache.length = (rows[0], rows[1]), length
-    return caches
 
 
 def test_requests_in_turn_each_write_and_read_their_own_caches(gpus: TwoGpus) -> None:

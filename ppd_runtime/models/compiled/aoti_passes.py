@@ -12,12 +12,19 @@ from ppd_runtime.models.native.layers import reads_mask
 from ppd_runtime.models.stage.caches import PreallocatedLayer
 from ppd_runtime.models.stage.trees import TokenTree, chain_of
 
+_LARGEST_RECORDED = 2**28
+"""Bytes of a layer's weights up to which passes are recorded. An estimate: an H100 reads them in 0.1 ms, about as long
+as a launch from Python takes. Above it the device is behind the launches anyway, and a recording costs 12 to 20 ms for
+every 64 tokens of a cache."""
+
 
 class Part(NamedTuple):
     """A layer's code with its weights; a head is one, too."""
 
     code: "AotiCode"
     weights: list[Tensor]
+    num_bytes: int = 0
+    """The weights' size."""
 
 
 class AotiCode:
@@ -53,6 +60,13 @@ class LaunchedPasses:
         self._device = device
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._recordings = Recordings() if device.type == "cuda" else None
+        self.largest_recorded: float = _LARGEST_RECORDED
+        """The largest layer, in bytes of weights, whose passes are recorded."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Recordings made so far; 0 on a CPU."""
+        return self._recordings.made if self._recordings else 0
 
     def load(self, path: Path) -> AotiCode:
         """The code of a file; ValueError if it cannot be loaded."""
@@ -61,7 +75,7 @@ class LaunchedPasses:
 
     def part(self, code: AotiCode, weights: Sequence[Tensor]) -> Part:
         """A layer or a head."""
-        return Part(code, list(weights))
+        return Part(code, list(weights), sum(weight.nbytes for weight in weights))
 
     def forget(self) -> None:
         """Nothing to forget: recordings are keyed by the caches' addresses and serve any caches there."""
@@ -95,7 +109,8 @@ class LaunchedPasses:
                 return _launch(parts, rows, hidden, position)
             return _launch_several(parts, rows, windows, tree or chain_of(1, self._device), hidden, position)
 
-        if self._recordings and (tree is None or tree.comes_again):  # a recording reads what the tree holds
+        again = tree is None or tree.comes_again  # a recording reads what the tree holds
+        if self._recordings and again and all(part.num_bytes <= self.largest_recorded for part in parts):
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
             key = (key, tree, tensors[0].shape[0], places)

@@ -37,6 +37,7 @@ from transformers.masking_utils import sdpa_mask
 from ppd_runtime.files.cache_folder import artifact, capabilities, ingredients_name
 from ppd_runtime.models.compiled import joined_products, programs
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
+from ppd_runtime.models.compiled.compiler_options import compiler_options
 from ppd_runtime.models.compiled.joined_products import join_products
 from ppd_runtime.models.compiled.programs import (
     AttentionlessLayer,
@@ -48,7 +49,7 @@ from ppd_runtime.models.compiled.programs import (
     grouped_attention,
     own_attention,
 )
-from ppd_runtime.models.compiled.toolkit import check_toolkit
+from ppd_runtime.models.compiled.toolkit import check_toolkit, toolkit
 from ppd_runtime.models.native import attention, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
@@ -57,9 +58,9 @@ from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import caches, library_probe, slicing
+from ppd_runtime.models.stage import arithmetic, caches, library_probe, slicing
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
-from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS, leave_out_cudnn
+from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS
 from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
@@ -73,7 +74,6 @@ _MOST_ROWS = 2**24
 _ALIGNED = 8  # PyTorch's attention on GPUs takes masks of rows that it knows to be a multiple of this
 _IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "architectures", "vocab_size", "num_hidden_layers"}
 _NOT_OF_THE_LAYER = {"layer_idx", "name_or_path", "vocab_size", "num_embeddings"}
-_INDUCTOR = {"cpp.threads": 1, "compile_threads": 1}  # matrix products are the library's and use PyTorch's threads
 _PASSES: dict[int, str] = {
     PassKind.SEVERAL: "several tokens",
     PassKind.WITHOUT_ATTENTION: "one token without attention",
@@ -186,7 +186,7 @@ def _layer_part(
     passes: int,
 ) -> CodePart:
     known = _kind(model, index, passes) | {"window": window, "passes": passes}
-    ingredients = _versions(type(model), model.dtype, device) | known
+    ingredients = _versions(type(model), model.dtype, device) | {"inductor": compiler_options(device, passes)} | known
     tokens = _PASSES.get(passes, "one token" if passes == 1 else f"{passes} tokens")
     what = f"layer {index}, for passes over {tokens}"
     return CodePart(what, ingredients, partial(_compile, what, make, index, window, model.dtype, device, passes))
@@ -198,6 +198,7 @@ def _head_part(model: PreTrainedModel, make: Callable[[], nn.Module], device: to
         "config": {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT},
         "constants": sorted(_constants(piece)),
         "weights": [(name, str(t.dtype), list(t.shape)) for name, t in weights_of(piece).items()],
+        "inductor": compiler_options(device, PassKind.HEAD),
         "passes": PassKind.HEAD,
     }
     return CodePart(what, ingredients, partial(_compile, what, make, 0, None, model.dtype, device, PassKind.HEAD))
@@ -216,18 +217,18 @@ def _compile(
     native.cpp_compiler()  # or one clear line
     if device.type == "cuda":
         check_toolkit()
-    leave_out_cudnn(device)  # which attention the code has is chosen now
+    arithmetic.settle_arithmetic(device)  # which attention and products the code has is chosen now
     try:
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
-            options: dict[str, Any] = dict(_INDUCTOR)  # a copy: it is written to
+            options = compiler_options(device, passes)
             if native.is_available(device, dtype):
                 shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
                 told = {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
                 options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
-            with compiler_apart():
+            with compiler_apart(), toolkit() if device.type == "cuda" else contextlib.nullcontext():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -386,13 +387,12 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    sources = [__file__, library_probe.__file__, caches.__file__, slicing.__file__, inspect.getfile(model_class)]
-    sources += [programs.__file__, joined_products.__file__, native.__file__, attention.__file__, products.__file__]
+    modules = [arithmetic, library_probe, caches, slicing, programs, joined_products, native, attention, products]
+    sources = [__file__, inspect.getfile(model_class), *map(inspect.getfile, modules)]
     return {
         "dtype": str(dtype),
         "machine": [device.type, platform.machine(), *capabilities(device)],
         "native": native.is_available(device, dtype),
         "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
         "versions": [torch.__version__, transformers.__version__, platform.python_version()],
-        "inductor": _INDUCTOR,
     }

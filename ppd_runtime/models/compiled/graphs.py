@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class Recordings:
     """One capture at a time in a process: PyTorch allows no more."""
 
     def __init__(self) -> None:
+        self.made = 0
+        """Recordings made so far; a pass that makes one takes as long as several."""
         self._recordings: dict[Hashable, _Recording] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._works, self._passes = True, 0
@@ -95,6 +98,7 @@ class Recordings:
         self, key: Hashable, hidden: Tensor, position: Tensor, launch: Launch, written: Sequence[Tensor]
     ) -> _Recording:
         """Launch once to warm up, which writes what the replay will write again, then record and try the recording."""
+        self.made += 1
         hidden, position = hidden.clone(), position.clone()
         with self._capturing, _aside(self._stream(hidden.device)):
             expected = launch(hidden, position).clone()
@@ -134,16 +138,32 @@ def _captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tenso
     `torch.cuda.graph` would first wait for the whole device, and wait again to free memory: while a tensor is being
     received, as long as its peer takes to send it.
     """
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")  # links may be opening in other threads
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # links may be opening in other threads
         output = launch()
     except BaseException:
         with contextlib.suppress(RuntimeError):  # the capture has failed
-            graph.capture_end()
+            _end(graph, pool)
         raise
-    graph.capture_end()
+    _end(graph, pool)
     return graph, output
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture into a memory pool.
+
+    If the capture is invalid, PyTorch raises before its allocator leaves the pool. The allocator would then think of a
+    capture for as long as the process lasts, so the pool is given back here.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # it raised later, and the pool goes with the graph
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        raise
 
 
 def _check(recording: _Recording, expected: Tensor, written: Sequence[Tensor]) -> None:

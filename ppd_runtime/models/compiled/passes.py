@@ -278,6 +278,11 @@ class CompiledLayers:
             cache.length = tokens
 
     @property
+    def num_recorded(self) -> int:
+        """Recordings made of passes so far: CUDA graphs, see `graphs.Recordings`."""
+        return self._passes.num_recorded
+
+    @property
     def reads_lists(self) -> bool:
         """Whether all attention reads rows by a list, so that they may lie anywhere."""
         if not isinstance(self._passes, NativePasses):

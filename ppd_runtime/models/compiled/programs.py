@@ -208,14 +208,34 @@ def grouped_attention(
     if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     _, heads, tokens, dim = query.shape
+    shared = key.shape[1]
+    if not isinstance(tokens, int) and shared < heads and _is_on_gpu(query) and attention_mask is not None:
+        return _attention_of_groups(query, key, value, attention_mask, scaling), None
     if not isinstance(tokens, int):  # any number of them: such a regrouping cannot be exported
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None  # as the library's: some models take views of it
-    groups = query.reshape(1, key.shape[1], -1, dim)
+    groups = query.reshape(1, shared, -1, dim)
     if tokens > 1 and attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
+        attention_mask = attention_mask.repeat(1, 1, heads // shared, 1)
     output = scaled_dot_product_attention(groups, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(1, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+def _attention_of_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """`[1, tokens, heads, dim]` like the library's: the heads that share keys and values are heads of one sequence.
+
+    All of them read the same keys, by a stride of 0. With `enable_gqa` and a mask PyTorch's fast kernels for GPUs do
+    not serve: its plain attention repeats keys and values for each head, in float32.
+    """
+    shared = key.shape[1]
+    queries = query[0].unflatten(0, (shared, query.shape[1] // shared))
+    keys, values = (part.transpose(0, 1).expand(-1, queries.shape[1], -1, -1) for part in (key, value))
+    output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    return output.permute(2, 0, 1, 3).flatten(1, 2)[None].contiguous()
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def own_attention(

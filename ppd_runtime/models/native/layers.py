@@ -115,6 +115,9 @@ class Layer:
 class NativePasses:
     """Passes of one stage, in float32 on CPUs."""
 
+    num_recorded = 0
+    """There are no recordings on CPUs."""
+
     def __init__(self) -> None:
         self._routes: dict[Hashable, LayerProgram] = {}
 

@@ -60,6 +60,10 @@ class CompiledPasses(Protocol):
         """A tree's tokens through layers `first` to `last`."""
 
     @property
+    def num_recorded(self) -> int:
+        """Recordings made of passes so far."""
+
+    @property
     def reads_lists(self) -> bool:
         """Whether all attention reads rows by a list, so that they may lie anywhere."""
 

@@ -1,5 +1,5 @@
 """Chooses the attention of a model's stage. CPUs: the library's for several tokens, without copies of keys and values
-that heads share, and with masks made once a pass. GPUs: any of PyTorch's except cuDNN's.
+that heads share, and with masks made once a pass. GPUs: any of PyTorch's except cuDNN's (`arithmetic`).
 
 Without a mask the library leaves grouped heads to PyTorch; with one it repeats keys and values, since masks make
 grouped heads slow on GPUs. On CPUs they do not: a verification of four tokens takes a tenth less time.
@@ -18,14 +18,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ppd_runtime.models.stage.arithmetic import settle_arithmetic
+
 SHARED_HEADS = "ppd_shared_heads"
 """The attention's name in a model's configuration."""
 
 
 def choose_attention(model: PreTrainedModel) -> None:
     """Make a model on a CPU use this attention, if it uses PyTorch's and its code does not check which one it is;
-    switch off cuDNN's on a GPU."""
-    leave_out_cudnn(model.device)
+    settle this process' arithmetic for the model's device."""
+    settle_arithmetic(model.device)
     config: Any = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         return
@@ -33,14 +35,6 @@ def choose_attention(model: PreTrainedModel) -> None:
         AttentionInterface.register(SHARED_HEADS, bitwise_grouped_attention)
         AttentionMaskInterface.register(SHARED_HEADS, additive_mask)
         config._attn_implementation = SHARED_HEADS
-
-
-def leave_out_cudnn(device: torch.device) -> None:
-    """Switch cuDNN's attention off in the whole process for a GPU: in ordinary decoding, in every worker, and where
-    code is compiled. It plans again for each length of a text, which takes tens of milliseconds.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @lru_cache

@@ -76,8 +76,7 @@ class LayerRange:
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
-        self._embed = Embedding(model)
-        self._windows = cache_windows(model.config)
+        self._embed, self._windows = Embedding(model), cache_windows(model.config)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
         self._says_masks = {tokens: not library_masks_fit(model, self._windows, tokens) for tokens in (1, SEVERAL_ROWS)}
         self.cache = StageCache(self._windows, 0)
@@ -207,16 +206,21 @@ class LayerRange:
 
         It counts as `passes` of one sequence; None: one for each row.
         """
-        began, layers, of_rows = time.perf_counter(), layers or last - first, passes is None
+        began, layers, of_rows, recorded = time.perf_counter(), layers or last - first, passes is None, self._recorded
         hidden = self.pace(run, layers, of_rows)
         self._wait_for_device()
         ended = time.perf_counter()
-        if of_rows or hidden.shape[1] == 1 or not self.layer_seconds:
+        if (of_rows or hidden.shape[1] == 1 or not self.layer_seconds) and recorded == self._recorded:
             seconds, before = (ended - began) / layers, self.layer_seconds
             self.layer_seconds = 0.8 * before + 0.2 * seconds if before else seconds
         self.recorder.note(Kind.LAYERS, began, ended, position, -1, first, last)
         self.layer_passes += layers * (hidden.shape[1] if passes is None else passes)
         return hidden
+
+    @property
+    def _recorded(self) -> int:
+        """Recordings made; a pass that makes one takes as long as several, and tells no layer's time."""
+        return self._compiled.num_recorded if self._on_cuda and self._compiled else 0
 
     def most_together(self, position: int) -> int | None:
         """The most tokens from `position` on in one pass for which each gets the result of its own pass; None: any

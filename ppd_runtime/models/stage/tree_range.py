@@ -57,7 +57,7 @@ class TreeRange:
     ) -> None:
         self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
         self._told_layers, self._hidden_size = told_layers, stage.model.config.hidden_size
-        self.num_layers = stage.num_layers - stage.first_layer
+        self.num_layers, self._on_gpu = stage.num_layers - stage.first_layer, stage.device.type == "cuda"
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
         self.cached_tokens = 0
@@ -135,7 +135,13 @@ class TreeRange:
 
     @property
     def layers_at_once(self) -> int:
-        """Layers run between two looks, since looking costs time; all until one has run."""
+        """Layers run between two looks, since looking costs time; all until one has run.
+
+        On a GPU half of them: each piece is recorded by itself, and a length that follows the measured time would have
+        passes recorded again and again.
+        """
+        if self._on_gpu:
+            return -(-self.num_layers // 2)
         of_one = self._stage.layer_seconds
         return min(1 + int(_BETWEEN_LOOKS_S / of_one), self.num_layers) if of_one else self.num_layers
 

@@ -63,8 +63,9 @@ class ShortlistSampler:
             native = scores.is_cpu and scores.dtype == torch.float32 and is_loaded()
             found = likeliest(scores, k, self._sampler.scale) if native else self._sampler.ranked(scores, k)
             return [[(self._tokens[place], chance) for place, chance in row] for row in found]
+        logits = logits.cpu()  # where the sampler wants them; a GPU would be sent the places each time
         whole = logits.new_full((len(logits), self._vocab_size), -math.inf)
-        whole[:, torch.from_numpy(self._places).to(logits.device)] = logits  # penalties go by tokens' numbers
+        whole[:, torch.from_numpy(self._places)] = logits  # penalties go by tokens' numbers
         return self._sampler.guesses(whole, histories, k)
 
 

@@ -1,0 +1,70 @@
+"""The highest scores: the same on GPUs, which are waited for once."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from two_gpus import NewTensors, on_gpu
+
+from ppd_runtime.models.trained.exit_heads import ShortlistSampler
+from ppd_runtime.sampling.highest import best, best_of_each
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
+
+WAIT = {"tolist", "item", "__int__", "__float__", "__bool__"}
+"""What waits for a GPU's numbers, besides `cpu`."""
+
+
+class Waits(TorchFunctionMode):
+    """Counts the waits for a GPU, and the numbers that are sent there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = self.sent = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        self.waits += name in WAIT and isinstance(args[0], Tensor) and args[0].is_cuda
+        self.sent += name == "tensor" and torch.device((kwargs or {}).get("device") or "cpu").type == "cuda"
+        return function(*args, **(kwargs or {}))
+
+
+def scores(rows: int, seed: int) -> Tensor:
+    """Whole numbers, of which many are equal."""
+    return torch.randint(0, 6, (rows, 40), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_gpu_names_what_a_cpu_names_and_is_waited_for_once(k: int) -> None:
+    sampler = Sampler(SamplingParams())
+    for seed in range(20):
+        given = scores(3, seed)
+        wanted = sampler.guesses(given, [[1]] * 3, k)
+        for call, expected in (
+            (lambda there: best(there[0], k), best(given[0], k)),
+            (lambda there: best_of_each(there, k), best_of_each(given, k)),
+            (lambda there: sampler.guesses(there, [[1]] * 3, k), wanted),
+        ):
+            there = on_gpu(given, 1)
+            with NewTensors(), Waits() as seen:
+                found = call(there)
+            assert found == expected
+            assert (seen.waits, seen.sent) == (1, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}])
+def test_a_shortlists_guesses_wait_once(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(SamplingParams(seed=3, **settings))
+    among, given = ShortlistSampler(sampler, range(3, 43), 50), scores(2, 0)
+    wanted = among.guesses(given, [[1, 7], [2]], 3)
+    there, copies, seen = on_gpu(given, 1), list[Tensor](), Waits()
+    monkeypatch.setattr(type(there), "cpu", lambda tensor: copies.append(tensor.as_subclass(Tensor)) or copies[-1])
+    with NewTensors(), seen:
+        found = among.guesses(there, [[1, 7], [2]], 3)
+    assert [[token for token, _ in row] for row in found] == [[token for token, _ in row] for row in wanted]
+    assert (seen.waits + len(copies), seen.sent) == (1, 0)
