@@ -16,8 +16,9 @@ from ppd_runtime.methods.swift import sparse_subset
 from ppd_runtime.methods.verification import AcceptanceRule, RejectionSampling, Verdict, acceptance_rule
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import LayerSet
+from ppd_runtime.sampling.noise import Draws
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Draws, Sampler
+from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.text import StopRule
 
 VOCABULARY, LENGTH = 3, 5

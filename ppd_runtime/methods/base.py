@@ -16,6 +16,7 @@ from ppd_runtime.methods.request_queue import RequestQueue, Room
 from ppd_runtime.methods.steps import Steps, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
+from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.sampling.params import SamplingParams, sampling_from
 
@@ -244,6 +245,7 @@ class TextGenerator(ABC):
     def _check_params(self, params: SamplingParams, prompt_size: int) -> None:
         """Raise ValueError for settings that do not fit the model, or for the prompt's size."""
         check_tokens(params, self.info.vocab_size)
+        constraint_of(self.info, params, prompt_size)
         if params.num_generated > prompt_size:
             raise ValueError(f"num_generated={params.num_generated}: the prompt has {prompt_size} tokens")
         wanted = prompt_size + params.max_new_tokens

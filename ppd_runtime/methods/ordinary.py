@@ -7,6 +7,7 @@ from typing import Any
 from ppd_runtime.methods.in_process import OneProcessDecoding
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.stage.layer_range import LayerRange
@@ -42,7 +43,9 @@ class OrdinaryDecoding(OneProcessDecoding):
     def _tokens(
         self, prompt_ids: list[int], params: SamplingParams, stop: StopRule
     ) -> Iterator[tuple[int, bool | None, str | None]]:
-        self._sampler = TimedSampler(params, self.stage.recorder, len(prompt_ids), self.info.eos_token_ids)
+        size = len(prompt_ids)
+        constraint = constraint_of(self.info, params, size)
+        self._sampler = TimedSampler(params, self.stage.recorder, size, self.info.eos_token_ids, constraint)
         capacity = len(prompt_ids) + params.max_new_tokens
         return autoregressive(self.stage, prompt_ids, capacity, self._sampler, stop)
 

@@ -12,6 +12,7 @@ from ppd_runtime.methods.speculation import MethodSettings, SpeculationCounts, s
 from ppd_runtime.methods.steps import Totals
 from ppd_runtime.methods.verification import acceptance_rule
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import Speculation
 from ppd_runtime.sampling.params import SamplingParams
@@ -74,7 +75,8 @@ class SelfSpeculativeDecoding(OneProcessDecoding):
     ) -> Iterator[tuple[int, bool | None, str | None]]:
         self._progress = SpeculationCounts()
         size = len(prompt_ids)
-        sampler = self._sampler = Sampler(params, size, self.info.eos_token_ids)
+        constraint = constraint_of(self.info, params, size)
+        sampler = self._sampler = Sampler(params, size, self.info.eos_token_ids, constraint)
         rule = acceptance_rule(self._acceptance, sampler, size, self.method.steered_by)
         return speculate(self.method, self.stage, rule, prompt_ids, params.max_new_tokens, stop, self._progress)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ppd_runtime.methods.drafts import Draft, Proposal
 from ppd_runtime.request_error import RequestError, no_numbers
 from ppd_runtime.sampling.highest import NO_TOKEN
-from ppd_runtime.sampling.sampler import Draws, Sampler
+from ppd_runtime.sampling.noise import Draws
+from ppd_runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)

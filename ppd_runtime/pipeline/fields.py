@@ -59,8 +59,8 @@ def in_header(hint: Any) -> Any:
         return _BOUNDED[hint]
     if get_origin(hint) is tuple:
         return tuple[tuple(map(in_header, args))]  # type: ignore[misc]
-    if get_origin(hint) in (Union, UnionType):  # a setting given as a mapping is held as a tuple
-        return Union[tuple(in_header(arg) for arg in args if get_origin(arg) is not Mapping)]  # noqa: UP007
+    if get_origin(hint) in (Union, UnionType):  # what is given as a mapping or a class is held otherwise
+        return Union[tuple(in_header(arg) for arg in args if get_origin(arg) is not Mapping and arg is not type)]  # noqa: UP007
     return hint
 
 

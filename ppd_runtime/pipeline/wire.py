@@ -63,7 +63,7 @@ from ppd_runtime.pipeline.tensors import Frame, Outgoing, arriving, on_the_host,
 from ppd_runtime.sampling.params import BY_CHANCE
 
 logger = logging.getLogger(__name__)
-WIRE_VERSION = 20
+WIRE_VERSION = 21
 _MAX_HEADER_BYTES = 16 * 2**20
 
 _KINDS: tuple[type[Message], ...] = (

@@ -1,10 +1,12 @@
 """How the tokens of one call are chosen, and when it stops: settings, frozen and checked where they are made."""
 
+import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from ppd_runtime.sampling import grammar as forms
 from ppd_runtime.sampling.token_lists import MOST_TOKEN_ID, TokenIds, biases, sequence_biases, sequences, token_ids
 from ppd_runtime.settings.checks import check_bool, check_int, check_range, is_text
 from ppd_runtime.settings.fields import check_known
@@ -149,6 +151,16 @@ class SamplingParams:
     renormalize_logits: bool | None = field(default=None, metadata=_ADDED)
     """Whether the scores become log-probabilities in the end."""
 
+    schema: str | Mapping[str, Any] | type | None = field(default=None, metadata=_ADDED)
+    """The text is JSON that this JSON schema allows: a mapping, a JSON text, or a pydantic model class. What it may be
+    is decided at each token; when it is complete, it ends."""
+    regex: str | None = field(default=None, metadata=_ADDED)
+    """The whole text matches this regular expression, in the syntax of Rust's regex package."""
+    choice: tuple[str, ...] | None = field(default=None, metadata=_ADDED)
+    """The text is one of these; may be given again."""
+    grammar: str | None = field(default=None, metadata=_ADDED)
+    """The text is one of this grammar's, in Lark's syntax as llguidance takes it."""
+
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)
         check_int("seed", self.seed, BY_CHANCE, 2**64 - 1)
@@ -168,6 +180,23 @@ class SamplingParams:
         if not isinstance(self.logits_processors, tuple) or not all(map(callable, self.logits_processors)):
             given = f"{self.logits_processors!r:.200}"
             raise ValueError(f"logits_processors={given}: give a tuple of functions of token ids and scores")
+
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Check what the text has to look like, and hold it in one form."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: {given[0]} is given as well, give one of them")
+        if self.ignore_eos:
+            raise ValueError(f"ignore_eos=True: a text with a {given[0]} ends when it is complete, leave one out")
+        for name, taken in FORMS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, taken(value))
+        if self.form is not None:
+            forms.check_form(self.form)
 
     def _check_sampling(self) -> None:
         check_range("temperature", self.temperature, lambda t: t >= 0, "0 or more")
@@ -232,6 +261,14 @@ class SamplingParams:
         """Whether the likeliest token is taken, the first of several that are alike, without noise."""
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0 or self.min_p == 1
 
+    @property
+    def form(self) -> "forms.Form | None":
+        """What the text has to look like; None: anything."""
+        for name in FORMS:
+            if (given := getattr(self, name)) is not None:
+                return forms.Form(name, json.dumps(given, ensure_ascii=False) if name == "choice" else given)
+        return None
+
     def settled(self, model: "SamplingParams | None" = None) -> "SamplingParams":
         """The settings that a request runs with: the model's where nothing is said, a random seed where one is asked
         for."""
@@ -240,6 +277,10 @@ class SamplingParams:
         if self.seed == BY_CHANCE:
             found["seed"] = secrets.randbelow(_SEEDS_BY_CHANCE)
         return replace(self, **found) if found else self
+
+    def without_form(self) -> "SamplingParams":
+        """These settings for texts that may look like anything."""
+        return replace(self, schema=None, regex=None, choice=None, grammar=None)
 
     def with_later_seed(self, number: int) -> "SamplingParams":
         """These settings with a seed that is `number` higher, modulo 2^64."""
@@ -282,6 +323,14 @@ _TOKEN_LISTS: Mapping[str, Callable[[str, object], Any]] = {
     "forced_eos_token_id": token_ids,
 }
 """The reader of each setting."""
+
+FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "schema": forms.schema_text,
+    "regex": lambda given: forms.pattern_text("regex", given),
+    "choice": forms.choices,
+    "grammar": lambda given: forms.pattern_text("grammar", given),
+}
+"""The settings that say what the text has to look like, each with its reader."""
 
 SAMPLING_SETTINGS = tuple(setting.name for setting in fields(SamplingParams))
 """The names of `SamplingParams`' settings."""

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import IntEnum
 from functools import lru_cache, partial
 
 import numpy as np
@@ -24,8 +23,10 @@ from transformers.generation.logits_process import (
 )
 
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
+from ppd_runtime.sampling.constraint import Constraint
 from ppd_runtime.sampling.highest import NO_TOKEN, best, best_with_values, choice, choices, first_highest
 from ppd_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from ppd_runtime.sampling.noise import gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.score_changes import score_changes
 from ppd_runtime.tracing.recorder import Recorder
@@ -37,15 +38,6 @@ _DOUBT = 1e-3  # share of all probability by which single-precision sums may be 
 _LEAST_SURE = 1e-30  # share of the highest probability: lower ones may be lost in dividing by a sum
 
 
-class Stream(IntEnum):
-    """What random numbers are for: each use has numbers of its own."""
-
-    NOISE = 0
-    """The shared noise."""
-    DRAWS = 1
-    """A request's `Draws`."""
-
-
 class Sampler:
     """Chooses tokens for one request; a pure function of logits, the tokens before them, and the parameters.
 
@@ -54,12 +46,20 @@ class Sampler:
         prompt_size: the prompt's tokens at the beginning of every history; counts of new tokens include those after
             them and the prompt's last `params.num_generated` ones.
         eos_token_ids: the model's, which end a text.
+        constraint: the request's, if `params` say what the text has to look like.
     """
 
-    def __init__(self, params: SamplingParams, prompt_size: int = 0, eos_token_ids: Iterable[int] = ()) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_size: int = 0,
+        eos_token_ids: Iterable[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        assert (params.form is None) == (constraint is None), "a request's form has a constraint"
+        self.params, self.constraint = params, constraint
         self._changes = score_changes(params, prompt_size, eos_token_ids)
-        self.plain = params.greedy and not self._changes
+        self.plain = params.greedy and not self._changes and constraint is None
         """Whether the choice is simply the highest logit."""
         self._by_numpy = not params.greedy and not self._changes
         self.scale = 1.0 if params.greedy else params.temperature
@@ -132,7 +132,7 @@ class Sampler:
             return choice(logits)
         logits = _on_the_cpu(logits)
         if self._by_numpy:
-            token = self._choice_without_doubt(logits.numpy(), len(history))
+            token = self._choice_without_doubt(self._constrained(logits, history).numpy(), len(history))
             if token is not None:
                 return token
         return self._choose(logits, history)
@@ -210,13 +210,15 @@ class Sampler:
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
             return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
+        if self.constraint is not None:
+            logits = torch.stack([self._guessed(row, text) for row, text in zip(logits, histories, strict=True)])
         return self._noisy_by_numpy(logits, [self._noise_at(len(text), logits.shape[-1]) for text in histories])
 
     def scores_among(self, logits: Tensor, positions: Sequence[int], tokens: np.ndarray, size: int) -> Tensor | None:
         """Noisy scores if a vocabulary of this size had only these tokens, `[positions, len(tokens)]` like the logits;
         None if earlier tokens matter.
         """
-        if self.plain or not self._by_numpy:
+        if self.plain or not self._by_numpy or self.constraint is not None:
             return logits if self.plain else None
         noise = [self._noise_at(position, size)[tokens] for position in positions]
         return self._noisy_by_numpy(_on_the_cpu(logits), noise)
@@ -300,20 +302,24 @@ class Sampler:
 
     def changed(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
         """Logits after all but temperature and filters, `[texts, vocab_size]` like `logits`."""
-        if not self._changes:
+        if not self._changes and self.constraint is None:
             return logits
         return torch.stack([self._changed(row, text) for row, text in zip(logits, histories, strict=True)])
 
     def _changed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """The `changed` logits of one text, `[vocab_size]`."""
         if not self._changes:
-            return logits
+            return self._constrained(logits, history)
         text = np.fromiter(history, np.int64, len(history))  # for long texts a tensor takes nine times as long
         input_ids, scores = torch.from_numpy(text).to(logits.device)[None], logits[None]
         with np.errstate(over="ignore"):  # a length penalty's power may become infinite
             for change in self._changes:
                 scores = change(input_ids, scores)
-        return scores[0]
+        return self._constrained(scores[0], history)
+
+    def _constrained(self, scores: Tensor, history: Sequence[int]) -> Tensor:
+        """Scores of what the request's form allows, which is applied last: no other setting makes a text break it."""
+        return scores if self.constraint is None else self.constraint.masked(scores, history)
 
     def _guessed(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """Like `_changed`, for a guess: a processor may fail on its text, which may never come."""
@@ -323,43 +329,18 @@ class Sampler:
             return logits
 
 
-class Draws:
-    """A request's random numbers, each drawn once: nothing earlier can depend on it.
-
-    Args:
-        seed: the request's (u64).
-        prompt_length: its prompt's tokens: a continuation of a text with the same seed gets other numbers.
-        earlier: requests whose numbers may still influence this one, so the same seed must give it others.
-    """
-
-    def __init__(self, seed: int, prompt_length: int, earlier: int = 0) -> None:
-        self._generator = _generator(seed, prompt_length, Stream.DRAWS, earlier)
-
-    def uniform(self) -> float:
-        """A uniform number in [0, 1)."""
-        return float(self._generator.random())
-
-    def token(self, chances: Tensor) -> int:
-        """A draw from `[vocab_size]` float64 probabilities, which need not sum to 1; never one of probability 0.
-
-        Raises:
-            ValueError: if they are no probabilities.
-        """
-        up_to_each = chances.cpu().numpy().cumsum()
-        total = float(up_to_each[-1])
-        if not 0 < total < float("inf"):
-            raise ValueError(f"the probabilities of the next token sum to {total}: choose another dtype, as float32")
-        below = min(self.uniform() * total, math.nextafter(total, 0))  # so near 0 the product may round up to the total
-        return int(up_to_each.searchsorted(below, side="right"))
-
-
 class TimedSampler(Sampler):
     """A sampler whose choices are spans of a process' time."""
 
     def __init__(
-        self, params: SamplingParams, recorder: Recorder, prompt_size: int = 0, eos_token_ids: Iterable[int] = ()
+        self,
+        params: SamplingParams,
+        recorder: Recorder,
+        prompt_size: int = 0,
+        eos_token_ids: Iterable[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
-        super().__init__(params, prompt_size, eos_token_ids)
+        super().__init__(params, prompt_size, eos_token_ids, constraint)
         self._recorder = recorder
 
     def choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -382,18 +363,3 @@ def _on_the_cpu(logits: Tensor) -> Tensor:
     differ each time, and so may the token at its border.
     """
     return logits if logits.is_cpu else logits.cpu()
-
-
-def gumbel_noise(seed: int, position: int, size: int) -> np.ndarray:
-    """`[size]` float32 standard Gumbel noise, the same in every process for the same seed (u64) and position."""
-    noise = _generator(seed, position, Stream.NOISE).random(size)
-    with np.errstate(divide="ignore"):  # a uniform of exactly 0 is an impossible choice: -inf
-        for _ in range(2):  # in place: for large vocabularies fresh memory takes most of the time
-            np.negative(np.log(noise, out=noise), out=noise)
-    return noise.astype(np.float32)
-
-
-def _generator(seed: int, position: int, stream: Stream, number: int = 0) -> np.random.Generator:
-    """Philox counts up in the counter's first word; the last two keep sequences apart."""
-    key, counter = np.array([seed, position], dtype=np.uint64), np.array([0, 0, number, stream], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(counter=counter, key=key))

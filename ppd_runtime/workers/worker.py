@@ -12,6 +12,7 @@ import torch
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
+from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.stage.emulation import emulated
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
@@ -233,8 +234,10 @@ class Worker:
         )
         self._policy.together(len(self._sessions))
         session.last_turn = self._turns
-        sampler = TimedSampler(begin.params, session.recorder, len(begin.prompt_ids), self.spec.info.eos_token_ids)
-        session.running = self._decode(session, sampler) if self.spec.rank == DECIDER else self._help(session, sampler)
+        sampler, fault = self._sampler(session)
+        session.running = (
+            self._decode(session, sampler, fault) if self.spec.rank == DECIDER else self._help(session, sampler)
+        )
         self._resume(session, None)
         self._compute()
         for message in due:
@@ -319,11 +322,21 @@ class Worker:
             if isinstance(message, PromptStates | Rows):
                 self._early.append(message)
 
-    def _decode(self, session: Session, sampler: Sampler) -> Machine:
-        """The running machine of the process that decides tokens."""
+    def _sampler(self, session: Session) -> tuple[TimedSampler, str]:
+        """A request's sampler; without what the text has to look like if that cannot be used here, and then why not."""
+        info, begin, fault = self.spec.info, session.begin, ""
+        params, size = begin.params, len(begin.prompt_ids)
+        try:
+            constraint = constraint_of(info, params, size)
+        except ValueError as error:
+            params, constraint, fault = params.without_form(), None, str(error)
+        return TimedSampler(params, session.recorder, size, info.eos_token_ids, constraint), fault
+
+    def _decode(self, session: Session, sampler: Sampler, fault: str) -> Machine:
+        """The running machine of the process that decides tokens; with a `fault` it fails."""
         stop = StopRule(sampler.params, self.spec.info.eos_token_ids, self._tokenizer, session.begin.prompt_ids)
         session.machine = decider = self._role.decider(session, sampler, self._policy)
-        return decider.decode(sampler, stop)
+        return _fail(fault) if fault else decider.decode(sampler, stop)
 
     def _help(self, session: Session, sampler: Sampler) -> Machine:
         """The running machine of any other process."""
@@ -338,3 +351,9 @@ class Worker:
         if self._trained_head is not None:
             return TrainedHead(self._trained_head, ranking, recorder, self._final_head)
         return ModelHead(self.stage, ranking)
+
+
+def _fail(fault: str) -> Machine:
+    """A machine of a request that cannot be decoded."""
+    raise RequestError(fault)
+    yield  # makes it a generator

@@ -41,8 +41,9 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.adapter import new_adapter
 from ppd_runtime.models.trained.probe import Probe
 from ppd_runtime.request_error import RequestError
+from ppd_runtime.sampling.noise import Draws, gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Draws, Sampler, gumbel_noise
+from ppd_runtime.sampling.sampler import Sampler
 
 NUM_LAYERS, EXIT_LAYER, HIDDEN_SIZE = 3, 1, 16
 STEEP = Adaptation(target_rate=0.22, step=1.0, rate_memory=0, threshold_memory=0)

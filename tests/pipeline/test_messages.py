@@ -80,7 +80,7 @@ KINDS = (
 )
 """In the order of their numbers on the wire."""
 
-VERSION = 20
+VERSION = 21
 BREAKDOWN = LatencyBreakdown(1.0, 2.0, 3.0, 4.0, 5.0)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +151,11 @@ sampling = st.builds(
     encoder_repetition_penalty=st.none() | st.floats(0, sys.float_info.max, exclude_min=True),
     encoder_no_repeat_ngram_size=st.none() | whole(100),
     renormalize_logits=st.none() | st.booleans(),
+)
+FORMS = ({}, {"schema": '{"type": "string"}'}, {"regex": "[aé]+"}, {"choice": ("a", "é")}, {"grammar": 'start: "a"'})
+sampling = st.one_of(
+    sampling,
+    st.builds(lambda params, form: replace(params, ignore_eos=False, **form), sampling, st.sampled_from(FORMS)),
 )
 STRATEGIES = {
     bool: st.booleans(),
@@ -320,7 +325,7 @@ def test_numbers_on_the_wire_stay_what_they_are(kind: type[Message]) -> None:
         Tensor | None: described(0, 2),
         SamplingParams: [
             *(7, 0.5, 3, 0.75, 1.5, 9, ["a"], True, 0.25, 1.0, -1.0, [8], 6, 3, True, [5], [[5, 2.0]], 1, 2, 3),
-            *([[4, 5]], [[[6], 1.0]], [7], [8], 9, [10], [11, 1.5], 1.25, 12, True),
+            *([[4, 5]], [[[6], 1.0]], [7], [8], 9, [10], [11, 1.5], 1.25, 12, True, None, None, None, None),
         ],
         PathStats: [1.5, 0.5, 0.25, 12, 3, 5, *([1.0, 2.0, 3.0, 4.0, 5.0],) * 2, 8, 6, [0.25, 0.0], True],
     }
@@ -504,6 +509,13 @@ def test_headers_that_no_message_has_are_refused(frames: list[bytes]) -> None:
         {"suppress_tokens": [-1]},
         {"suppress_tokens": [0] * (2**16 + 1)},
         {"bad_words_ids": [[]]},
+        {"schema": {"type": "string"}},
+        {"schema": "{"},
+        {"regex": "("},
+        {"regex": "a", "grammar": 'start: "a"'},
+        {"choice": []},
+        {"choice": [b"a"]},
+        {"grammar": "start: b"},
         {"bad_words_ids": [5]},
         {"sequence_bias": [[[5], -math.inf]]},
         {"exponential_decay_length_penalty": [1, 0]},

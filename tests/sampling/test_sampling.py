@@ -21,8 +21,9 @@ from ppd_runtime.methods.verification import SharedNoise, acceptance_rule
 from ppd_runtime.pipeline.staged.chances import GuessRecord, in_millionths
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.highest import NO_TOKEN
+from ppd_runtime.sampling.noise import gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Sampler, gumbel_noise
+from ppd_runtime.sampling.sampler import Sampler
 
 VOCAB = 12
 DRAWS = 3000

@@ -52,6 +52,10 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "forced_eos_token_id": (1.5,),
     "exponential_decay_length_penalty": (5, (1, 2, 3)),
     "renormalize_logits": (1,),
+    "schema": (5, "{"),
+    "regex": ("", 5),
+    "choice": ((), (5,)),
+    "grammar": ("", 5),
 }
 """Values by the setting that does not take them; `test_checks.py` has each check's other ones."""
 

@@ -14,6 +14,7 @@ from ppd_runtime.pipeline.speculation_policy import Always, Guessing, Speculatio
 from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
+from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
@@ -35,7 +36,7 @@ class StagedDecider(ABC):
         self._tree = NodeTree(stage, self.history, len(begin.prompt_ids))
         self._delivered = len(begin.delivered)
         self._cancelled = False
-        self._sampler = Sampler(begin.params)
+        self._sampler = Sampler(SamplingParams())  # until it decodes
         self._logprobs: tuple[TokenLogprobs, ...] = ()  # the newest token's
 
     def decode(self, sampler: Sampler, stop: StopRule) -> Machine:

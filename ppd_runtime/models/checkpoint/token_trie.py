@@ -1,0 +1,79 @@
+"""A model's vocabulary as grammars need it, and the constraint of a request."""
+
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
+from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.request_error import RequestError
+from ppd_runtime.sampling.constraint import Constraint
+from ppd_runtime.sampling.grammar import Form, in_library_form, limits, one_line_fault
+from ppd_runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_LOCK = Lock()  # several threads' workers may begin the same request
+_MOST_MODELS, _MOST_FORMS = 4, 32
+_END = "<|ppd_runtime.end|>"
+
+
+def constraint_of(info: ModelInfo, params: SamplingParams, prompt_size: int) -> Constraint | None:
+    """The constraint of a request with a prompt of so many tokens; None without one.
+
+    A model's first one in a process takes a third of a second for 49,000 tokens.
+
+    Raises:
+        ValueError: for a model whose tokenizer cannot be used, or that has no end token; for a form that cannot be
+            compiled, or begins with none of the model's tokens.
+    """
+    if (form := params.form) is None:
+        return None
+    ends = info.eos_token_ids.union(params.eos_token_ids)
+    if not ends:
+        raise ValueError(f"{form.setting}: model {info.name!r} has no token that ends a text, give eos_token_ids")
+    start = max(prompt_size - params.num_generated, 0)
+    try:
+        with _LOCK:
+            matcher = _matcher(info, form)
+        found = Constraint(matcher.deep_copy, _tokens(info).eos_token, ends, info.vocab_size, start)
+        found.allowed(found.root)
+    except (RequestError, ValueError) as error:
+        raise ValueError(f"{form.setting}: {error}") from error
+    return found
+
+
+@lru_cache(_MOST_FORMS)
+def _matcher(info: ModelInfo, form: Form) -> "LLMatcher":
+    """A matcher that has read nothing; it is copied for each request."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(_tokens(info), in_library_form(form), log_level=0, limits=limits())
+    if matcher.is_error():
+        raise ValueError(f"{one_line_fault(matcher.get_error())}; mend it")
+    return matcher
+
+
+@lru_cache(_MOST_MODELS)
+def _tokens(info: ModelInfo) -> "LLTokenizer":
+    """The vocabulary with one more token, which stands for all that end a text: requests may add to those."""
+    from llguidance import LLTokenizer
+
+    whole = load_tokenizer(info)
+    if not isinstance(whole, PreTrainedTokenizerFast):
+        raise ValueError(f"model {info.name!r} has no fast tokenizer ({type(whole).__name__}), leave it out")
+    try:
+        tokenizer = Tokenizer.from_str(whole.backend_tokenizer.to_str())
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.add_special_tokens([AddedToken(_END, special=True)])
+        end = tokenizer.token_to_id(_END)
+        assert end is not None, "it was added"
+        return LLTokenizer(tokenizer.to_str(), n_vocab=max(info.vocab_size, end + 1), eos_token=end)
+    except Exception as error:  # both libraries raise plain ones
+        fault = f"llguidance cannot read the tokenizer of model {info.name!r} ({one_line(error)}); leave it out"
+        raise ValueError(fault) from error
