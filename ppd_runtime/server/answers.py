@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
+from ppd_runtime.replies.reading import ReplyReading
 from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.server.replies import StreamedReply
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import TokenTexts
@@ -35,6 +37,8 @@ class Asked(NamedTuple):
     """How the generator decodes."""
     layout: dict[str, Any] | None
     """Told at a stream's beginning, if its timeline is wanted."""
+    reading: ReplyReading | None = None
+    """How a chat's replies are read; None: their text is the answer."""
 
 
 class Answer:
@@ -44,6 +48,7 @@ class Answer:
         self._asked, self._tokenizer = asked, tokenizer
         self._told, self._new = Counter[int](), Counter[int]()  # characters and tokens of each choice's stream
         self._texts = defaultdict[int, TokenTexts](lambda: TokenTexts(tokenizer))  # of each choice's stream
+        self._replies = {} if asked.reading is None else defaultdict[int, StreamedReply](self._streamed_reply)
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._began_ns = time.time_ns()
@@ -71,16 +76,21 @@ class Answer:
         self._new[number] += 1
         if event.logprobs is not None:
             told["logprobs"] = self._logprobs(self._texts[number], [event.logprobs])
+        if self._asked.reading is not None:
+            return self._chunk(number, {"delta": self._replies[number].push(event.text), **told})
         return self._chunk(number, {**self._text(event.text, "delta"), **told})
 
     def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
         """Why a choice ended, and its counts, with the text that was held back for more to come."""
         rest = self._text_of(result)[self._told[number] :]
-        text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
+        text, called = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}, False
+        if self._asked.reading is not None:
+            reply = self._replies[number]
+            text, called = {"delta": reply.finish(rest)}, reply.calls > 0
         return self._chunk(
             number,
             {**text, "ppd": {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}},
-            self._reason(result),
+            self._reason(result, called),
         )
 
     def _news(self, number: int, news: News) -> dict[str, Any]:
@@ -108,19 +118,28 @@ class Answer:
         echo, logprobs = self._asked.echoes[number], None
         if self._asked.logprobs:
             echo, logprobs = self._all_logprobs(echo, result)
+        text, called = self._text(echo + self._text_of(result), "message"), False
+        if self._asked.reading is not None:
+            message = self._asked.reading.message_of(result.text)
+            text, called = {"message": {"refusal": None, **message.to_dict()}}, bool(message.tool_calls)
         return {
             "index": number,
-            **self._text(echo + self._text_of(result), "message"),
+            **text,
             "logprobs": logprobs,
-            "finish_reason": self._reason(result),
+            "finish_reason": self._reason(result, called),
             "ppd": ppd_of(result, self._asked.shape),
         }
 
     def _text_of(self, result: GenerationResult) -> str:
         return "" if self._asked.most_tokens == 0 else result.text
 
-    def _reason(self, result: GenerationResult) -> str:
-        return "length" if self._asked.most_tokens == 0 else reason_told(result)
+    def _reason(self, result: GenerationResult, called: bool) -> str:
+        reason = "length" if self._asked.most_tokens == 0 else reason_told(result)
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _streamed_reply(self) -> StreamedReply:
+        assert self._asked.reading is not None
+        return StreamedReply(self._asked.reading)
 
     def _all_logprobs(self, echo: str, result: GenerationResult) -> tuple[str, dict[str, Any]]:
         """The prompt by its tokens; and log-probabilities, with `echo` the prompt's first."""

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from ppd_runtime import __version__
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.server.completions import Service
-from ppd_runtime.server.conversations import prompt_of
+from ppd_runtime.server.conversations import turn_of
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
 from ppd_runtime.server.gate import Gate
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -126,8 +126,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     def encoded(asked: TokenizeRequest) -> list[int]:
         if asked.messages is None:
             return generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
-        text = prompt_of(asked.messages, asked, generator, service.chat_template)
-        return generator.prompt_ids(text, False)
+        turn = turn_of(asked.messages, asked, generator, service.chat_template, service.reply_formats)
+        return generator.prompt_ids(turn.prompt, False)
 
     def decoded(tokens: list[int]) -> str:
         return str(generator.tokenizer.decode(generator.prompt_ids(tokens) if tokens else []))

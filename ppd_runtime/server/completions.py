@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
+from ppd_runtime.methods.chat_turn import ChatTurn
 from ppd_runtime.methods.generation import Generation, with_seeds
+from ppd_runtime.replies.reading import ReplyReading
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, Asked
-from ppd_runtime.server.conversations import prompt_of
+from ppd_runtime.server.conversations import turn_of
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
 from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
@@ -38,6 +40,8 @@ class Choices(NamedTuple):
 
     generations: list[Generation]
     echoes: list[str]
+    reading: ReplyReading | None = None
+    """How the replies of a chat are read; None: their text is the answer."""
 
 
 class Service:
@@ -48,7 +52,7 @@ class Service:
         self.model = settings.served_model_name or generator.info.name
         self.metrics = Metrics(self.model, generator.queue)
         self.admission = Admission(generator.queue, settings.max_waiting, self.metrics)
-        self.chat_template = template_of(settings.chat_template)
+        self.chat_template, self.reply_formats = template_of(settings.chat_template), settings.reply_formats
         self._timeout_s = settings.request_timeout_s
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
 
@@ -89,7 +93,7 @@ class Service:
             places = self.admission.enter(prompts * asked.n)
             room.callback(self.admission.leave, places)
             try:
-                generations, echoes = await self.in_thread(prepare)
+                generations, echoes, reading = await self.in_thread(prepare)
             except ValueError as error:
                 raise refused(error, "messages" if isinstance(asked, ChatRequest) else "prompt") from error
             for generation, place in zip(generations, places, strict=True):
@@ -100,7 +104,9 @@ class Service:
             options, layout = asked.stream_options or StreamOptions(), None
             if asked.live == Live.PASSES:
                 layout = layout_of(self.generator)
-            form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout)
+            form = Asked(
+                chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout, reading
+            )
             answer = Answer(form, self.generator.tokenizer)
             if asked.stream:
                 return EventStream(self, generations, answer, form, room.pop_all())
@@ -121,17 +127,21 @@ class Service:
         return Choices(generations, [text for text in echoes for _ in range(asked.n)])
 
     def _prepared_chat(self, asked: ChatRequest) -> "Choices":
-        prompt = prompt_of(asked.messages, asked, self.generator, self.chat_template)
-        return Choices(self._generations(asked, prompt, bool(asked.add_special_tokens)), [""] * asked.n)
+        turn = turn_of(asked.messages, asked, self.generator, self.chat_template, self.reply_formats)
+        generations = self._generations(asked, turn.prompt, bool(asked.add_special_tokens), turn)
+        return Choices(generations, [""] * asked.n, turn.reading)
 
-    def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:
+    def _generations(
+        self, asked: Sampling, prompt: str | list[int], special_tokens: bool, turn: ChatTurn | None = None
+    ) -> list[Generation]:
         """A request for each of a prompt's choices."""
         ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
         usual = self.generator.defaults.temperature
         params = asked.sampling(self._most_tokens(asked, len(ids)), self._timeout_s, usual)
-        if isinstance(asked, ChatRequest):
-            params = self.generator.chat_params(params)
-        return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
+        if turn is not None:
+            params = self.generator.chat_params(params, turn)
+        shown = frozenset[int]() if turn is None else turn.shown
+        return [self.generator.request(ids, seeded, asked.live, shown=shown) for seeded in with_seeds(params, asked.n)]
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
         if asked.most_tokens is not None:
