@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +12,7 @@ from ppd_runtime.client.ending import CANCELLED, TIMEOUT
 from ppd_runtime.replies.reading import ReplyReading
 from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.server.errors import ApiError, as_json
 from ppd_runtime.server.replies import StreamedReply
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
@@ -41,8 +42,39 @@ class Asked(NamedTuple):
     """How a chat's replies are read; None: their text is the answer."""
 
 
+class AnswerForm(Protocol):
+    """An API's form of one request's answer, whole and as a stream's events."""
+
+    id: str
+    last: bytes
+    """What a stream ends with."""
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The answer of a request without streaming."""
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with."""
+
+    def piece(self, number: int, event: TokenEvent) -> list[dict[str, Any]]:
+        """A token, as soon as it is certain."""
+
+    def closing(self, number: int, result: GenerationResult) -> list[dict[str, Any]]:
+        """Why a choice ended, and its counts, with the text that was held back for more to come."""
+
+    def ending(self, results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
+        """What follows when all choices have ended."""
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error in a stream."""
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        """An event as it is sent."""
+
+
 class Answer:
-    """One request's answer."""
+    """One completion's or chat's answer; implements `AnswerForm`."""
+
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self._asked, self._tokenizer = asked, tokenizer
@@ -67,7 +99,7 @@ class Answer:
         echo = self._asked.echoes[number]
         return [self._chunk(number, {"text": echo, **told})] if echo or told else []
 
-    def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
+    def piece(self, number: int, event: TokenEvent) -> list[dict[str, Any]]:
         """A token, as soon as it is certain."""
         hit = {} if event.hit is None else {"hit": event.hit}
         ppd = {**hit, **self._news(number, event.news)}
@@ -77,28 +109,35 @@ class Answer:
         if event.logprobs is not None:
             told["logprobs"] = self._logprobs(self._texts[number], [event.logprobs])
         if self._asked.reading is not None:
-            return self._chunk(number, {"delta": self._replies[number].push(event.text), **told})
-        return self._chunk(number, {**self._text(event.text, "delta"), **told})
+            return [self._chunk(number, {"delta": self._replies[number].push(event.text), **told})]
+        return [self._chunk(number, {**self._text(event.text, "delta"), **told})]
 
-    def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
+    def closing(self, number: int, result: GenerationResult) -> list[dict[str, Any]]:
         """Why a choice ended, and its counts, with the text that was held back for more to come."""
         rest = self._text_of(result)[self._told[number] :]
         text, called = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}, False
         if self._asked.reading is not None:
             reply = self._replies[number]
             text, called = {"delta": reply.finish(rest)}, reply.calls > 0
-        return self._chunk(
-            number,
-            {**text, "ppd": {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}},
-            self._reason(result, called),
-        )
+        ppd = {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}
+        return [self._chunk(number, {**text, "ppd": ppd}, self._reason(result, called))]
 
     def _news(self, number: int, news: News) -> dict[str, Any]:
         return as_told(news, self._asked.prompt_tokens[number], self._began_ns)
 
-    def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The last piece, if the usage is wanted."""
-        return {**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}
+    def ending(self, results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
+        """The usage, if it is wanted."""
+        if not self._asked.stream_options.include_usage:
+            return []
+        return [{**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}]
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Implements `AnswerForm.failure`."""
+        return error.body
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        """Implements `AnswerForm.event`."""
+        return b"data: " + as_json(content) + b"\n\n"
 
     @property
     def _chunks(self) -> str:
