@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ppd_runtime.launch.supervisor import CLOSED
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.chat import Messages, options_of
+from ppd_runtime.methods.chat import Messages
 from ppd_runtime.methods.generation import Generation
 from ppd_runtime.methods.prompts import Prompt, Prompts
 from ppd_runtime.results import GenerationResult, TokenEvent
@@ -56,10 +56,9 @@ class AsyncDecoding(Generic[Decoder]):
         **settings: Any,
     ) -> Any:
         """Like `PPDRuntime.chat`."""
-        prompt = self.generator.chat_prompt(messages, chat_template, **options_of(settings))
-        n = settings.pop("n", None)
-        params = self.generator.chat_params(sampling_from(params, settings))
-        return await self.generate(prompt, params, n=n, add_special_tokens=False)
+        turn, requests, alone = self.generator.chat_requests(messages, params, chat_template, settings)
+        results = [turn.answered(result) for result in await self.results(requests)]
+        return results[0] if alone else results
 
     def stream(
         self,

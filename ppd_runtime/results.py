@@ -5,6 +5,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from ppd_runtime.replies.message import AssistantMessage
 from ppd_runtime.sampling.logprobs import TokenLogprobs
 from ppd_runtime.settings.layouts import Layout
 from ppd_runtime.tracing.breakdown import LatencyBreakdown
@@ -285,6 +286,8 @@ class GenerationResult:
     """The request's seed, given or drawn, which gives the text again."""
     news: News = NOTHING_NEW
     """What came after the last event of a stream."""
+    message: AssistantMessage | None = None
+    """In a chat, what the text says: the answer, calls of tools, and what the model thought."""
 
     def to_dict(self) -> dict[str, Any]:
         """All but the trace and the news, as JSON values: `json.dumps` takes it, and `json.loads` gives it back."""
@@ -296,6 +299,7 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             "stats": self.stats.to_dict(),
+            **({} if self.message is None else {"message": self.message.to_dict()}),
             **{name: [_as_json(asdict(one)) for one in noted] for name, noted in told.items() if noted is not None},
         }
 

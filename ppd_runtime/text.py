@@ -99,11 +99,14 @@ class Pieces:
 class TextStream:
     """The text of a growing sequence; holds back incomplete characters and what may become a stop text.
 
-    Stop texts are looked for in the text with special tokens as written, and in the shown text without them.
+    Stop texts are looked for in the text with special tokens as written, and in the shown text without them. `shown`
+    special tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        self._pieces = Pieces(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), shown: frozenset[int] = frozenset()
+    ) -> None:
+        self._pieces, self._shown = Pieces(tokenizer), shown
         self._characters = self._pieces.characters()
         self._searches = [_StopSearch(stop)] if stop else []  # one, until a special token comes
         self._waiting = ""  # complete text that may be the beginning of a stop text
@@ -118,6 +121,8 @@ class TextStream:
         piece = self._pieces.push(token_id)
         if piece.shown:
             return self._release(self._characters.decode(piece.content))
+        if token_id in self._shown:
+            return self._release(self._characters.decode(b"", True) + piece.content.decode())
         return self._pass_over(piece.content.decode()) if piece.content and self._searches else ""
 
     def finish(self) -> str:
@@ -168,7 +173,7 @@ class _StopSearch:
         """Add text, shown or not; returns `found`."""
         text, marks = self._end + new, self._shown + [shown] * len(new)
         places = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        begins = min(places) if places else len(text) - _overlap(text, self._stops)
+        begins = min(places) if places else len(text) - overlap(text, self._stops)
         self._end, self._shown = text[begins:], marks[begins:]
         self.found = len(self._end) if places else 0
         return self.found
@@ -224,7 +229,7 @@ def _bytes_of(written: str, alone: str) -> bytes | None:
     return None
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
+def overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins one of `stops`."""
     longest = 0
     for stop in stops:

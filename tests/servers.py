@@ -18,6 +18,13 @@ from ppd_runtime.server.settings import ServerSettings
 
 DEADLINE_S = 60.0
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+HERMES = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools> <tool_call>…</tool_call>\n"
+    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{{ '<think>' if thinks }}{% endif %}"
+)
+"""A template that tells the model of tools, as Qwen's does."""
 
 
 class Stepwise(OrdinaryDecoding):

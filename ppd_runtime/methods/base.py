@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.chat import Messages, TemplateOptions, chat_text, options_of, template_of
+from ppd_runtime.methods.chat_turn import ChatTurn, chat_turn, reply_options
 from ppd_runtime.methods.generation import Generation, as_they_end, exhaust, with_seeds
 from ppd_runtime.methods.prompts import Prompt, Prompts, encoded_all, several_prompts, token_ids_of
 from ppd_runtime.methods.request_queue import RequestQueue, Room
@@ -17,6 +18,8 @@ from ppd_runtime.methods.steps import Steps, Totals
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.generation import GenerationDefaults, check_tokens
 from ppd_runtime.models.checkpoint.token_trie import constraint_of
+from ppd_runtime.replies.choice import ReplyFormats
+from ppd_runtime.replies.tools import ToolUse
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.sampling.params import SamplingParams, sampling_from
 
@@ -131,9 +134,13 @@ class TextGenerator(ABC):
             ValueError: for a prompt or setting that cannot work, before anything is sent to a worker.
         """
         requests, alone = self.requests(prompt, sampling_from(params, settings), n, add_special_tokens)
+        results = self._results(requests)
+        return results[0] if alone else results
+
+    def _results(self, requests: Sequence[Generation]) -> list[GenerationResult]:
         self.queue.check_own(max(request.most_tokens for request in requests))
         exhaust(as_they_end(requests, self.max_requests))
-        return requests[0].result if alone else [request.result for request in requests]
+        return [request.result for request in requests]
 
     def requests(
         self,
@@ -162,20 +169,49 @@ class TextGenerator(ABC):
     ) -> GenerationResult:
         """Like `generate`, for the next message of a conversation. The tokenizer's end token ends it, too.
 
+        The result's `message` has the answer, calls of `tools` and what the model thought, each for itself; `text` has
+        all of it.
+
         Args:
             messages: dictionaries with a "role" (such as system, user, assistant or tool) and a "content", oldest
                 first, or objects of openai's client. Their other fields go to the template unchanged.
             params: see `generate`.
             chat_template: a Jinja template or a file that holds one; None is the tokenizer's own.
-            settings: see `generate`; also `TemplateOptions` by name.
+            settings: see `generate`; also `TemplateOptions` and `ReplyOptions` by name.
 
         Raises:
-            ValueError: if there is no template, or it does not take these messages.
+            ValueError: if there is no template, or it does not take these messages or tools.
         """
-        prompt = self.chat_prompt(messages, chat_template, **options_of(settings))
+        turn, requests, alone = self.chat_requests(messages, params, chat_template, settings)
+        results = [turn.answered(result) for result in self._results(requests)]
+        return results[0] if alone else results  # type: ignore[return-value]
+
+    def chat_requests(
+        self,
+        messages: Messages,
+        params: SamplingParams | None,
+        chat_template: str | Path | None,
+        settings: dict[str, Any],
+    ) -> tuple[ChatTurn, list[Generation], bool]:
+        """What `chat` asks with these arguments: the turn, its checked requests, and whether it gives one result."""
+        turn = self.chat_turn(messages, template_of(chat_template), options_of(settings), *reply_options(settings))
         n = settings.pop("n", None)
-        params = self.chat_params(sampling_from(params, settings))
-        return self.generate(prompt, params, n=n, add_special_tokens=False)
+        params = self.chat_params(sampling_from(params, settings), turn)
+        requests = [
+            self.request(turn.prompt, seeded, Live.NOTHING, False, turn.shown) for seeded in with_seeds(params, n)
+        ]
+        return turn, requests, n is None
+
+    def chat_turn(
+        self,
+        messages: Messages,
+        template: str | None,
+        options: TemplateOptions,
+        use: ToolUse,
+        formats: ReplyFormats,
+    ) -> ChatTurn:
+        """A conversation's next message: its prompt, and how the reply is read; `template` is a template's text."""
+        return chat_turn(messages, self.tokenizer, template, options, use, formats)
 
     def chat_prompt(
         self, messages: Messages, chat_template: str | Path | None = None, **options: "Unpack[TemplateOptions]"
@@ -183,11 +219,13 @@ class TextGenerator(ABC):
         """The text in which a model reads a conversation, with its special tokens (`add_special_tokens=False`)."""
         return chat_text(messages, self.tokenizer, template_of(chat_template), options)
 
-    def chat_params(self, params: SamplingParams) -> SamplingParams:
+    def chat_params(self, params: SamplingParams, turn: ChatTurn | None = None) -> SamplingParams:
         """The settings for a conversation's next message: the tokenizer's end token ends it, as the model's own do.
 
         Templates end messages with it, and configurations often name another token, which ends texts of other kinds.
         """
+        if turn is not None and turn.reading is not None:
+            params = turn.reading.params(params)
         end = self.tokenizer.eos_token_id
         if end is None or end >= self.info.vocab_size or end in params.eos_token_ids:
             return params
@@ -212,11 +250,19 @@ class TextGenerator(ABC):
         return self.request(prompt, sampling_from(params, settings), live, add_special_tokens)
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, live: int = Live.TOKENS, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        live: int = Live.TOKENS,
+        add_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> Generation:
-        """Check a request; it begins when its first event is asked for. `live` is what its events tell."""
+        """Check a request; it begins when its first event is asked for.
+
+        `live` is what its events tell; the text has the special tokens `shown` as they are written.
+        """
         params = self.settled(params)
-        return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live)
+        return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live, shown)
 
     def settled(self, params: SamplingParams) -> SamplingParams:
         """The settings that a request runs with: the given ones, else the model's own, and a seed."""

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ppd_runtime.replies.tools import check_history
 from ppd_runtime.settings.checks import check_bool
 
 Messages: TypeAlias = Sequence[Any]
@@ -70,20 +71,30 @@ def has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bo
 
 
 def chat_text(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: str | None, options: TemplateOptions
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    options: TemplateOptions,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text in which a model reads `messages` and begins or continues its answer, special tokens among it.
 
+    `tools` are those that the template tells the model of, in OpenAI's form.
+
     Raises:
-        ValueError: without a template, for messages of another form, for variables that are not the template's, and
-            for what the template refuses.
+        ValueError: without a template, for messages of another form, for variables that are not the template's, for
+            results of calls that nobody made, and for what the template refuses.
     """
     if not has_template(tokenizer, template):
         raise ValueError("messages: the model's tokenizer has no chat template, give one: chat_template=…")
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages={messages!r:.200}: give a list of messages with a role and a content")
     _check_levels(messages, "messages")
+    _check_levels(tools, "tools")
     given, settings = [_message(message) for message in messages], _settings(options, tokenizer)
+    check_history(given)
+    if tools:
+        settings["tools"] = [dict(tool) for tool in tools]
     try:
         return _rendered(given, tokenizer, template, settings)
     except Exception as error:

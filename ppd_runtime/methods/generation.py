@@ -36,9 +36,14 @@ class Generation(Iterator[TokenEvent]):
     """Its place in the queue; None until it has one."""
 
     def __init__(
-        self, decoder: QueuedDecoder, prompt_ids: list[int], params: SamplingParams, live: int = Live.TOKENS
+        self,
+        decoder: QueuedDecoder,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        live: int = Live.TOKENS,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._decoder, self._prompt_ids, self._params = decoder, prompt_ids, params
+        self._decoder, self._prompt_ids, self._params, self._shown = decoder, prompt_ids, params, shown
         self._busy = self._over = False
         self._steps: Steps | None = None
         self.live = live
@@ -47,7 +52,7 @@ class Generation(Iterator[TokenEvent]):
         self.most_tokens = self.prompt_tokens + params.max_new_tokens
         """Prompt tokens and those it may get."""
         self._ending = Ending(params.timeout_s)
-        self._text = TextStream(decoder.tokenizer, params.stop)
+        self._text = self._empty_text()
         self._events: list[TokenEvent] = []
         self._of_prompt: list[TokenLogprobs] = []
         self._result: GenerationResult | None = None
@@ -138,10 +143,13 @@ class Generation(Iterator[TokenEvent]):
         self._events.append(event)
         return event
 
+    def _empty_text(self) -> TextStream:
+        return TextStream(self._decoder.tokenizer, self._params.stop, self._shown)
+
     def _whole_text(self, reason: str) -> str:
         if self.live and reason not in (CANCELLED, TIMEOUT):  # then the last event may not have been final
             return "".join(event.text for event in self._events)
-        text = TextStream(self._decoder.tokenizer, self._params.stop)
+        text = self._empty_text()
         return "".join([*(text.push(event.token_id) for event in self._events), text.finish()])
 
     def _finished(self, totals: Totals) -> GenerationResult:

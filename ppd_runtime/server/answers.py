@@ -4,13 +4,16 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.client.ending import CANCELLED, TIMEOUT
+from ppd_runtime.replies.reading import ReplyReading
 from ppd_runtime.results import GenerationResult, News, TokenEvent
 from ppd_runtime.sampling.logprobs import TokenLogprobs
+from ppd_runtime.server.errors import ApiError, as_json
+from ppd_runtime.server.replies import StreamedReply
 from ppd_runtime.server.requests import StreamOptions
 from ppd_runtime.server.timeline import as_told
 from ppd_runtime.server.token_texts import TokenTexts
@@ -35,15 +38,49 @@ class Asked(NamedTuple):
     """How the generator decodes."""
     layout: dict[str, Any] | None
     """Told at a stream's beginning, if its timeline is wanted."""
+    reading: ReplyReading | None = None
+    """How a chat's replies are read; None: their text is the answer."""
+
+
+class AnswerForm(Protocol):
+    """An API's form of one request's answer, whole and as a stream's events."""
+
+    id: str
+    last: bytes
+    """What a stream ends with."""
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The answer of a request without streaming."""
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        """What a choice's stream begins with."""
+
+    def piece(self, number: int, event: TokenEvent) -> list[dict[str, Any]]:
+        """A token, as soon as it is certain."""
+
+    def closing(self, number: int, result: GenerationResult) -> list[dict[str, Any]]:
+        """Why a choice ended, and its counts, with the text that was held back for more to come."""
+
+    def ending(self, results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
+        """What follows when all choices have ended."""
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The event of an error in a stream."""
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        """An event as it is sent."""
 
 
 class Answer:
-    """One request's answer."""
+    """One completion's or chat's answer; implements `AnswerForm`."""
+
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         self._asked, self._tokenizer = asked, tokenizer
         self._told, self._new = Counter[int](), Counter[int]()  # characters and tokens of each choice's stream
         self._texts = defaultdict[int, TokenTexts](lambda: TokenTexts(tokenizer))  # of each choice's stream
+        self._replies = {} if asked.reading is None else defaultdict[int, StreamedReply](self._streamed_reply)
         kind, self._object = ("chatcmpl", "chat.completion") if asked.chat else ("cmpl", "text_completion")
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._began_ns = time.time_ns()
@@ -62,7 +99,7 @@ class Answer:
         echo = self._asked.echoes[number]
         return [self._chunk(number, {"text": echo, **told})] if echo or told else []
 
-    def piece(self, number: int, event: TokenEvent) -> dict[str, Any]:
+    def piece(self, number: int, event: TokenEvent) -> list[dict[str, Any]]:
         """A token, as soon as it is certain."""
         hit = {} if event.hit is None else {"hit": event.hit}
         ppd = {**hit, **self._news(number, event.news)}
@@ -71,24 +108,36 @@ class Answer:
         self._new[number] += 1
         if event.logprobs is not None:
             told["logprobs"] = self._logprobs(self._texts[number], [event.logprobs])
-        return self._chunk(number, {**self._text(event.text, "delta"), **told})
+        if self._asked.reading is not None:
+            return [self._chunk(number, {"delta": self._replies[number].push(event.text), **told})]
+        return [self._chunk(number, {**self._text(event.text, "delta"), **told})]
 
-    def closing(self, number: int, result: GenerationResult) -> dict[str, Any]:
+    def closing(self, number: int, result: GenerationResult) -> list[dict[str, Any]]:
         """Why a choice ended, and its counts, with the text that was held back for more to come."""
         rest = self._text_of(result)[self._told[number] :]
-        text = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}
-        return self._chunk(
-            number,
-            {**text, "ppd": {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}},
-            self._reason(result),
-        )
+        text, called = self._text(rest, "delta") if rest or not self._asked.chat else {"delta": {}}, False
+        if self._asked.reading is not None:
+            reply = self._replies[number]
+            text, called = {"delta": reply.finish(rest)}, reply.calls > 0
+        ppd = {**ppd_of(result, self._asked.shape), **self._news(number, result.news)}
+        return [self._chunk(number, {**text, "ppd": ppd}, self._reason(result, called))]
 
     def _news(self, number: int, news: News) -> dict[str, Any]:
         return as_told(news, self._asked.prompt_tokens[number], self._began_ns)
 
-    def usage_chunk(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The last piece, if the usage is wanted."""
-        return {**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}
+    def ending(self, results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
+        """The usage, if it is wanted."""
+        if not self._asked.stream_options.include_usage:
+            return []
+        return [{**self._head, "object": self._chunks, "choices": [], "usage": self._usage(results)}]
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Implements `AnswerForm.failure`."""
+        return error.body
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        """Implements `AnswerForm.event`."""
+        return b"data: " + as_json(content) + b"\n\n"
 
     @property
     def _chunks(self) -> str:
@@ -108,19 +157,28 @@ class Answer:
         echo, logprobs = self._asked.echoes[number], None
         if self._asked.logprobs:
             echo, logprobs = self._all_logprobs(echo, result)
+        text, called = self._text(echo + self._text_of(result), "message"), False
+        if self._asked.reading is not None:
+            message = self._asked.reading.message_of(result.text)
+            text, called = {"message": {"refusal": None, **message.to_dict()}}, bool(message.tool_calls)
         return {
             "index": number,
-            **self._text(echo + self._text_of(result), "message"),
+            **text,
             "logprobs": logprobs,
-            "finish_reason": self._reason(result),
+            "finish_reason": self._reason(result, called),
             "ppd": ppd_of(result, self._asked.shape),
         }
 
     def _text_of(self, result: GenerationResult) -> str:
         return "" if self._asked.most_tokens == 0 else result.text
 
-    def _reason(self, result: GenerationResult) -> str:
-        return "length" if self._asked.most_tokens == 0 else reason_told(result)
+    def _reason(self, result: GenerationResult, called: bool) -> str:
+        reason = "length" if self._asked.most_tokens == 0 else reason_told(result)
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _streamed_reply(self) -> StreamedReply:
+        assert self._asked.reading is not None
+        return StreamedReply(self._asked.reading)
 
     def _all_logprobs(self, echo: str, result: GenerationResult) -> tuple[str, dict[str, Any]]:
         """The prompt by its tokens; and log-probabilities, with `echo` the prompt's first."""

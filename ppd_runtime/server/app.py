@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -16,10 +18,13 @@ from starlette.types import ASGIApp
 from ppd_runtime import __version__
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.server.completions import Service
-from ppd_runtime.server.conversations import prompt_of
-from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused
+from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused, renamed
 from ppd_runtime.server.gate import Gate
+from ppd_runtime.server.message_answers import MessageAnswer
+from ppd_runtime.server.messages import CountRequest, MessagesRequest
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ppd_runtime.server.response_answers import ResponseAnswer
+from ppd_runtime.server.responses import ResponsesRequest
 from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
 
@@ -36,6 +41,7 @@ def application(service: Service, settings: ServerSettings, key: bytes | None) -
     app = FastAPI(title="ppd_runtime", version=__version__, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_openai(app, service)
+    _add_other_chats(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     describe_refusals(app, has_key=key is not None, knows_its_names=key is None and settings.is_loopback)
@@ -62,11 +68,11 @@ async def _page() -> Response:
 def _add_errors(app: FastAPI) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid(error.errors()).response()
+        return invalid(error.errors()).response(request.url.path)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -75,7 +81,7 @@ def _add_errors(app: FastAPI) -> None:
             404: f"{request.url.path:.200}: there is no such path",
             405: f"{request.method}: not for this path",
         }
-        answer = ApiError(error.status_code, told.get(error.status_code, str(error.detail))).response()
+        answer = ApiError(error.status_code, told.get(error.status_code, str(error.detail))).response(request.url.path)
         answer.headers.update(error.headers or {})
         if answer.headers.get("allow") == "GET":
             answer.headers["allow"] = "GET, HEAD"  # which the gate answers
@@ -83,11 +89,11 @@ def _add_errors(app: FastAPI) -> None:
 
     async def request_error(request: Request, error: Exception) -> Response:
         logger.error("request %s failed: %s", request.state.request_id, error)
-        return ApiError(500, str(error)).response()
+        return ApiError(500, str(error)).response(request.url.path)
 
     async def failure(request: Request, error: Exception) -> Response:
         logger.error("request %s failed", request.state.request_id, exc_info=error)
-        return ApiError(500, f"the server failed: {type(error).__name__}; its log says more").response()
+        return ApiError(500, f"the server failed: {type(error).__name__}; its log says more").response(request.url.path)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation)
@@ -120,14 +126,36 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return JsonResponse(model_card())
 
 
+def _add_other_chats(app: FastAPI, service: Service) -> None:
+    """Chats in the forms of OpenAI's responses and of Anthropic's messages."""
+
+    def as_chat(asked: ResponsesRequest | CountRequest) -> ChatRequest:
+        try:
+            return asked.as_chat()
+        except ValidationError as error:
+            raise invalid(error.errors()) from error
+
+    @app.post("/v1/responses")
+    async def responses(asked: ResponsesRequest, request: Request) -> Response:
+        with renamed({"messages": "input", "max_tokens": "max_output_tokens"}):
+            return await service.chat(as_chat(asked), request, partial(ResponseAnswer, asked))
+
+    @app.post("/v1/messages")
+    async def messages(asked: MessagesRequest, request: Request) -> Response:
+        return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(asked: CountRequest) -> Response:
+        service.check_model(asked.model)
+        chat = as_chat(asked)
+        return JsonResponse({"input_tokens": len(await service.tokens_of(chat, chat.messages))})
+
+
 def _add_tokens(app: FastAPI, service: Service) -> None:
     generator = service.generator
 
     def encoded(asked: TokenizeRequest) -> list[int]:
-        if asked.messages is None:
-            return generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
-        text = prompt_of(asked.messages, asked, generator, service.chat_template)
-        return generator.prompt_ids(text, False)
+        return generator.prompt_ids(asked.prompt, asked.add_special_tokens) if asked.prompt else []
 
     def decoded(tokens: list[int]) -> str:
         return str(generator.tokenizer.decode(generator.prompt_ids(tokens) if tokens else []))
@@ -135,10 +163,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Response:
         service.check_model(asked.model)
-        try:
-            tokens = await service.in_thread(lambda: encoded(asked))
-        except ValueError as error:
-            raise refused(error, "messages" if asked.messages else "prompt") from error
+        if asked.messages is not None:
+            tokens = await service.tokens_of(asked, asked.messages)
+        else:
+            try:
+                tokens = await service.in_thread(lambda: encoded(asked))
+            except ValueError as error:
+                raise refused(error, "prompt") from error
         return JsonResponse({"count": len(tokens), "max_model_len": generator.info.max_positions, "tokens": tokens})
 
     @app.post("/detokenize")

@@ -5,21 +5,24 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import template_of
+from ppd_runtime.methods.chat_turn import ChatTurn
 from ppd_runtime.methods.generation import Generation, with_seeds
+from ppd_runtime.replies.reading import ReplyReading
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
-from ppd_runtime.server.answers import Answer, Asked
-from ppd_runtime.server.conversations import prompt_of
-from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, as_json, refused
+from ppd_runtime.server.answers import Answer, AnswerForm, Asked
+from ppd_runtime.server.conversations import ChatMessage, WithTools, turn_of
+from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, refused
 from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from ppd_runtime.server.settings import ServerSettings
@@ -33,11 +36,17 @@ _MOST_NEW_TOKENS = 4096  # if a chat names none, and the model has no last posit
 _LEAST_NEW_TOKENS = 256  # if it names none, and its prompt leaves fewer of its share of the room
 
 
+MakeAnswer: TypeAlias = Callable[[Asked, PreTrainedTokenizerBase], AnswerForm]
+"""Makes the form of an answer from what it depends on and the model's tokenizer."""
+
+
 class Choices(NamedTuple):
     """A request's choices, checked and encoded, each with the text that its answer begins with."""
 
     generations: list[Generation]
     echoes: list[str]
+    reading: ReplyReading | None = None
+    """How the replies of a chat are read; None: their text is the answer."""
 
 
 class Service:
@@ -48,7 +57,7 @@ class Service:
         self.model = settings.served_model_name or generator.info.name
         self.metrics = Metrics(self.model, generator.queue)
         self.admission = Admission(generator.queue, settings.max_waiting, self.metrics)
-        self.chat_template = template_of(settings.chat_template)
+        self.chat_template, self.reply_formats = template_of(settings.chat_template), settings.reply_formats
         self._timeout_s = settings.request_timeout_s
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
 
@@ -67,6 +76,13 @@ class Service:
         """What `work` gives, which makes tokens of texts or the reverse: megabytes take seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
+    async def tokens_of(self, asked: WithTools, messages: list[ChatMessage]) -> list[int]:
+        """The token ids in which the model reads a conversation; raises ApiError as `chat` does."""
+        try:
+            return await self.in_thread(lambda: self.generator.prompt_ids(self._turn(asked, messages).prompt, False))
+        except ValueError as error:
+            raise refused(error, "messages") from error
+
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         self.check_model(asked.model)
@@ -77,19 +93,24 @@ class Service:
             raise refused(error) from error
         return await self._answer(asked, request, len(prompts), lambda: self._prepared(asked, prompts))
 
-    async def chat(self, asked: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+    async def chat(self, asked: ChatRequest, request: Request, form: MakeAnswer = Answer) -> Response:
+        """Answer a conversation, in OpenAI's form of chats or another one."""
         self.check_model(asked.model)
-        return await self._answer(asked, request, 1, lambda: self._prepared_chat(asked))
+        return await self._answer(asked, request, 1, lambda: self._prepared_chat(asked), form)
 
     async def _answer(
-        self, asked: Sampling, request: Request, prompts: int, prepare: "Callable[[], Choices]"
+        self,
+        asked: Sampling,
+        request: Request,
+        prompts: int,
+        prepare: "Callable[[], Choices]",
+        make_answer: MakeAnswer = Answer,
     ) -> Response:
         with ExitStack() as room:
             places = self.admission.enter(prompts * asked.n)
             room.callback(self.admission.leave, places)
             try:
-                generations, echoes = await self.in_thread(prepare)
+                generations, echoes, reading = await self.in_thread(prepare)
             except ValueError as error:
                 raise refused(error, "messages" if isinstance(asked, ChatRequest) else "prompt") from error
             for generation, place in zip(generations, places, strict=True):
@@ -100,8 +121,10 @@ class Service:
             options, layout = asked.stream_options or StreamOptions(), None
             if asked.live == Live.PASSES:
                 layout = layout_of(self.generator)
-            form = Asked(chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout)
-            answer = Answer(form, self.generator.tokenizer)
+            form = Asked(
+                chat, self.model, echoes, sizes, asked.n, options, most, wanted, self.generator.shape, layout, reading
+            )
+            answer = make_answer(form, self.generator.tokenizer)
             if asked.stream:
                 return EventStream(self, generations, answer, form, room.pop_all())
             self.admission.check_open()
@@ -120,18 +143,25 @@ class Service:
         echoes = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
         return Choices(generations, [text for text in echoes for _ in range(asked.n)])
 
-    def _prepared_chat(self, asked: ChatRequest) -> "Choices":
-        prompt = prompt_of(asked.messages, asked, self.generator, self.chat_template)
-        return Choices(self._generations(asked, prompt, bool(asked.add_special_tokens)), [""] * asked.n)
+    def _turn(self, asked: WithTools, messages: list[ChatMessage]) -> ChatTurn:
+        return turn_of(messages, asked, self.generator, self.chat_template, self.reply_formats)
 
-    def _generations(self, asked: Sampling, prompt: str | list[int], special_tokens: bool) -> list[Generation]:
+    def _prepared_chat(self, asked: ChatRequest) -> "Choices":
+        turn = self._turn(asked, asked.messages)
+        generations = self._generations(asked, turn.prompt, bool(asked.add_special_tokens), turn)
+        return Choices(generations, [""] * asked.n, turn.reading)
+
+    def _generations(
+        self, asked: Sampling, prompt: str | list[int], special_tokens: bool, turn: ChatTurn | None = None
+    ) -> list[Generation]:
         """A request for each of a prompt's choices."""
         ids = self.generator.prompt_ids(prompt, special_tokens) if isinstance(prompt, str) else prompt
         usual = self.generator.defaults.temperature
         params = asked.sampling(self._most_tokens(asked, len(ids)), self._timeout_s, usual)
-        if isinstance(asked, ChatRequest):
-            params = self.generator.chat_params(params)
-        return [self.generator.request(ids, seeded, asked.live) for seeded in with_seeds(params, asked.n)]
+        if turn is not None:
+            params = self.generator.chat_params(params, turn)
+        shown = frozenset[int]() if turn is None else turn.shown
+        return [self.generator.request(ids, seeded, asked.live, shown=shown) for seeded in with_seeds(params, asked.n)]
 
     def _most_tokens(self, asked: Sampling, prompt_size: int) -> int:
         if asked.most_tokens is not None:
@@ -155,7 +185,7 @@ class EventStream(Response):
         self,
         service: Service,
         generations: Sequence[Generation],
-        answer: Answer,
+        answer: AnswerForm,
         form: Asked,
         room: ExitStack,
     ) -> None:
@@ -175,10 +205,11 @@ class EventStream(Response):
             self._room.close()
 
     async def _send_events(self, send: Send, request_id: str) -> None:
-        async def tell(chunk: Any) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + as_json(chunk) + b"\n\n", "more_body": True})
-
         answer, results = self._answer, dict[int, GenerationResult]()
+
+        async def tell(chunk: dict[str, Any]) -> None:
+            await send({"type": "http.response.body", "body": answer.event(chunk), "more_body": True})
+
         try:
             for number in range(len(self._generations)):
                 for chunk in answer.opening(number):
@@ -188,17 +219,19 @@ class EventStream(Response):
             async for number, event in decoding.events(self._generations, admission.note):
                 if isinstance(event, GenerationResult):
                     results[number] = event
-                    await tell(answer.closing(number, event))
-                elif self._form.most_tokens != 0:
-                    await tell(answer.piece(number, event))
-            if self._form.stream_options.include_usage:
-                await tell(answer.usage_chunk([results[number] for number in range(len(results))]))
+                    chunks = answer.closing(number, event)
+                else:
+                    chunks = answer.piece(number, event) if self._form.most_tokens != 0 else []
+                for chunk in chunks:
+                    await tell(chunk)
+            for chunk in answer.ending([results[number] for number in range(len(results))]):
+                await tell(chunk)
         except ApiError as error:  # the status is told already
-            await tell(error.body)
+            await tell(answer.failure(error))
         except RuntimeError as error:
             logger.error("request %s failed: %s", request_id, error)
-            await tell(ApiError(500, str(error)).body)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await tell(answer.failure(ApiError(500, str(error))))
+        await send({"type": "http.response.body", "body": answer.last, "more_body": False})
 
 
 class ClientGone(Exception):

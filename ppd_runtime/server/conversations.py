@@ -6,6 +6,9 @@ from pydantic import ConfigDict, Field
 
 from ppd_runtime.methods.base import TextGenerator
 from ppd_runtime.methods.chat import TemplateOptions, has_template
+from ppd_runtime.methods.chat_turn import ChatTurn
+from ppd_runtime.replies.choice import ReplyFormats
+from ppd_runtime.replies.tools import MOST_TOOLS, tool_use
 from ppd_runtime.server.body import Body
 from ppd_runtime.server.errors import ApiError
 
@@ -16,7 +19,7 @@ Parts = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fas
 
 
 class ChatMessage(Body):
-    """One of a conversation; what it has besides, as calls of tools, goes to the template as it is."""
+    """One of a conversation; what it has besides, as calls of tools, goes to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -48,17 +51,30 @@ class Templated(Body):
         }
 
 
-def prompt_of(
-    messages: list[ChatMessage], asked: Templated, generator: TextGenerator, chat_template: str | None
-) -> str:
-    """The text in which the model reads a conversation.
+class WithTools(Templated):
+    """The tools that a conversation's model may call."""
+
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def turn_of(
+    messages: list[ChatMessage],
+    asked: WithTools,
+    generator: TextGenerator,
+    chat_template: str | None,
+    formats: ReplyFormats,
+) -> ChatTurn:
+    """A conversation's next message: the text in which the model reads it, and how its reply is read.
 
     Raises:
         ApiError: if there is no template.
-        ValueError: if it does not take the conversation.
+        ValueError: if it does not take the conversation or the tools.
     """
     if not has_template(generator.tokenizer, chat_template):
         way_out = "start the server with --chat-template FILE, or ask /v1/completions"
         raise ApiError(400, f"messages: the model has no chat template: {way_out}", "messages")
     given = [message.as_dict() for message in messages]
-    return generator.chat_prompt(given, chat_template, **asked.template_options)
+    use = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    return generator.chat_turn(given, chat_template, asked.template_options, use, formats)

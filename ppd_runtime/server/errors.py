@@ -3,7 +3,8 @@
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +17,8 @@ KINDS: Mapping[int, str] = {
     503: "server_error",
 }
 """OpenAI's types by status; all others are "invalid_request_error"."""
+MESSAGES_PATH = "/v1/messages"
+"""Anthropic's API."""
 GONE = 499
 """The log's status of a request whose client has gone, as in nginx."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -57,9 +60,10 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """This error as an HTTP response."""
-        return JsonResponse(self.body, self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """This error as an HTTP response; for `path` of Anthropic's API in its form, too."""
+        kind = {"type": "error"} if path.startswith(MESSAGES_PATH) else {}
+        return JsonResponse({**kind, **self.body}, self.status, self.headers)
 
 
 class JsonResponse(Response):
@@ -83,6 +87,19 @@ def as_json(content: Any) -> bytes:
 def shown(value: object) -> str:
     """A value as refusals name it: its beginning, whatever its size."""
     return f"{_SHORT.repr(value):.100}"
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals within name fields as another path calls them."""
+    try:
+        yield
+    except ApiError as error:
+        message = error.message
+        for name, other in names.items():
+            message = re.sub(rf"\b{name}\b(?=[=:])", other, message)
+        error.message, error.param = message, names.get(error.param or "", error.param)
+        raise
 
 
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:

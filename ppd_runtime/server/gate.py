@@ -67,7 +67,7 @@ class Gate:
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not come within {_BODY_DEADLINE_S:.0f} s: send it sooner") from None
         except ApiError as error:
-            await error.response()(scope, receive, answer)
+            await error.response(scope["path"])(scope, receive, answer)
         else:
             if body is not None:
                 method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -87,7 +87,9 @@ class Gate:
             raise ApiError(421, f"Host {host!r:.200}: names another host, ask 127.0.0.1 or start the server with a key")
         if self._key is not None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            if scheme.lower() != b"bearer":
+                key = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+            if not hmac.compare_digest(key.strip(), self._key):
                 message = "no valid API key: send the header Authorization: Bearer KEY"
                 raise ApiError(401, message, code="invalid_api_key")
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

@@ -12,6 +12,7 @@ _OF_OPENAI: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -74,7 +75,6 @@ class Hints(Body):
     reasoning_effort: Any = None
     verbosity: Any = None
     prediction: Any = None
-    parallel_tool_calls: Any = None
     priority: Any = None
     """A field of vLLM's."""
     cache_prompt: Any = None

@@ -10,7 +10,7 @@ from ppd_runtime.results import Live
 from ppd_runtime.sampling.params import BY_CHANCE, MOST_LOGPROBS, MOST_STOPS, SamplingParams, sampling_from
 from ppd_runtime.sampling.token_lists import biases
 from ppd_runtime.server.body import Body
-from ppd_runtime.server.conversations import Messages, Templated
+from ppd_runtime.server.conversations import Messages, WithTools
 from ppd_runtime.server.errors import shown
 from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING, Hints
 
@@ -21,6 +21,9 @@ _USUAL = SamplingParams()
 _USUAL_TEMPERATURE = 1.0
 """OpenAI's default."""
 _MOST_IDS = 2**21
+_ASKS_CHATS_FOR_NOTHING = {
+    name: values for name, values in ASKS_FOR_NOTHING.items() if name not in WithTools.model_fields
+}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Prompts = Annotated[
@@ -208,8 +211,10 @@ class CompletionRequest(Sampling):
         raise ValueError(f"prompt={shown(given)}: give a text, a list of token ids, or a list of either")
 
 
-class ChatRequest(Sampling, Templated):
+class ChatRequest(Sampling, WithTools):
     """`POST /v1/chat/completions`."""
+
+    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = _ASKS_CHATS_FOR_NOTHING
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
@@ -239,10 +244,10 @@ class ChatRequest(Sampling, Templated):
         return self.max_completion_tokens or super().most_tokens
 
 
-class TokenizeRequest(Templated):
+class TokenizeRequest(WithTools):
     """`POST /tokenize`."""
 
-    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = ASKS_FOR_NOTHING
+    asks_for_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = _ASKS_CHATS_FOR_NOTHING
 
     model: str | None = None
     prompt: str | None = None
@@ -254,7 +259,7 @@ class TokenizeRequest(Templated):
         if (self.prompt is None) == (self.messages is None):
             given = f"={shown(self.prompt)}" if self.prompt is not None else ""
             raise ValueError(f"prompt{given}: give one of prompt and messages")
-        if self.prompt is not None and (asked := self.model_fields_set & Templated.model_fields.keys()):
+        if self.prompt is not None and (asked := self.model_fields_set & WithTools.model_fields.keys()):
             raise ValueError(f"{min(asked)}: is for messages, leave it out")
         return self
 

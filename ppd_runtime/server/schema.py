@@ -12,6 +12,9 @@ _OF_A_BODY = (400, 415)
 _ALSO: Mapping[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 503),
     "/v1/chat/completions": (404, 429, 503),
+    "/v1/responses": (404, 429, 503),
+    "/v1/messages": (404, 429, 503),
+    "/v1/messages/count_tokens": (404,),
     "/v1/models/{model}": (404,),
     "/tokenize": (404,),
     "/detokenize": (404,),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ppd_runtime.replies.choice import AUTO, ReplyFormats
 from ppd_runtime.settings.checks import check_bool, check_choice, check_int, check_range
 
 KEY_VARIABLE = "PPD_API_KEY"
@@ -42,6 +43,12 @@ class ServerSettings:
     """What clients call the model; default: its own name."""
     chat_template: Path | None = None
     """A Jinja template's file for chats; default: the tokenizer's own."""
+    tool_call_parser: str = AUTO
+    """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, gemma, gpt_oss, or auto for the
+    chat template's way."""
+    reasoning_parser: str = AUTO
+    """How the model marks its thinking, which answers have as `reasoning_content`: think, mistral, gpt_oss, none to
+    leave it in the text, or auto for the chat template's way."""
     max_waiting: int = 64
     """Choices that may wait for their turn; more get status 429."""
     max_body_mib: int = 8
@@ -61,7 +68,13 @@ class ServerSettings:
     page: bool = True
     """Show a page for trying prompts at /."""
 
+    @property
+    def reply_formats(self) -> ReplyFormats:
+        """How replies are read; raises ValueError for an unknown name."""
+        return ReplyFormats(self.tool_call_parser, self.reasoning_parser)
+
     def __post_init__(self) -> None:
+        self.reply_formats  # noqa: B018 (its names are checked)
         check_int("port", self.port, 0, 65535)
         check_int("max_waiting", self.max_waiting, 0, 100_000)
         check_int("max_body_mib", self.max_body_mib, 1, 1024)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Running, running
+from servers import HERMES, Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -18,7 +18,9 @@ SHORT = {"request_timeout_s": 0.05}
 
 
 @pytest.fixture(scope="module")
-def server(template: Path) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    template = tmp_path_factory.mktemp("templates") / "chat.jinja"
+    template.write_text(HERMES)
     with running(OrdinaryDecoding("demo"), chat_template=template, served_model_name="tiny", **SHORT) as found:
         yield found
 

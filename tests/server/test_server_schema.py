@@ -18,6 +18,9 @@ _EXAMPLES = int(os.environ.get("PPD_REQUESTS", "8"))
 _PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{model}",
     "/tokenize",

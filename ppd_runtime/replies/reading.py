@@ -1,0 +1,94 @@
+"""How the replies to one request are read: the reader with its settings, and what decoding has to do for it."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ppd_runtime.replies.choice import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplyFormats, knows_tools
+from ppd_runtime.replies.harmony import Harmony
+from ppd_runtime.replies.message import AssistantMessage, message_of
+from ppd_runtime.replies.qwen_xml import QwenXml
+from ppd_runtime.replies.reader import Reader, Thinking
+from ppd_runtime.replies.tools import ToolUse
+from ppd_runtime.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ReplyReading:
+    """How the replies to one request are read."""
+
+    kind: type[Reader]
+    thinking: Thinking | None = None
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """Schemas of the arguments of the tools that may be called, by name."""
+    parallel: bool = True
+    """Whether a reply may have several calls."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that the text has to have as they are written."""
+
+    def open(self) -> Reader:
+        """A reader for one reply."""
+        tools: Collection[str] = self.tools if self.kind is QwenXml else frozenset(self.tools)
+        return self.kind(self.thinking, tools, self.parallel)
+
+    def message_of(self, text: str) -> AssistantMessage:
+        """The message that a whole reply is."""
+        reader = self.open()
+        return message_of([*reader.push(text), *reader.finish()])
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """A request's settings: where one call is wanted, the text ends behind it."""
+        end = self.kind.end_of_call
+        return params if self.parallel or end is None else replace(params, stop=(*params.stop, end))
+
+
+def reading_of(
+    template: str, prompt: str, tokenizer: PreTrainedTokenizerBase, use: ToolUse, formats: ReplyFormats
+) -> ReplyReading | None:
+    """How to read what follows a prompt; None: the text is the message.
+
+    Args:
+        template: the chat template's text.
+        prompt: the text that it made.
+        tokenizer: the model's.
+        use: the request's tools.
+        formats: how replies are read where that does not depend on the template.
+
+    Raises:
+        ValueError: if the model cannot be told of tools, or its form of calls is unknown.
+    """
+    kind = _kind(template, use, formats)
+    thinking = _thinking(template, prompt, formats)
+    if thinking is not None and thinking == REASONING_PARSERS["gpt_oss"]:
+        kind = kind or Harmony
+    if kind is None and thinking is None:
+        return None
+    marks = {*(kind.markers if kind else ()), *((thinking.opens, thinking.closes) if thinking else ())}
+    special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = frozenset(special[mark] for mark in marks if mark in special)
+    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown)
+
+
+def _kind(template: str, use: ToolUse, formats: ReplyFormats) -> type[Reader] | None:
+    if not use.told:
+        return None
+    if not knows_tools(template):
+        raise ValueError(
+            "tools: the model's chat template does not tell it of tools: give another chat template, or "
+            "tool_choice='none'"
+        )
+    name = formats.calls_in(template)
+    if name is None:
+        known = ", ".join(TOOL_CALL_PARSERS)
+        raise ValueError(f"tools: the chat template does not show how calls are written: set tool_call_parser: {known}")
+    return TOOL_CALL_PARSERS[name]
+
+
+def _thinking(template: str, prompt: str, formats: ReplyFormats) -> Thinking | None:
+    name = formats.thinking_in(template)
+    if name is None:
+        return None
+    marks = REASONING_PARSERS[name]
+    return marks._replace(is_open=prompt.rstrip().endswith(marks.opens))
