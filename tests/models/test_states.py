@@ -3,12 +3,16 @@
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from families.specimens import Specimen
+from grids import nightly
 from models_for_tests import build_tokenizer, load_stage
+from pipeline_runs import GREEDY, Bench, same
+from pipeline_runs import SAMPLED as SAMPLED_PARAMS
 from torch import Tensor
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime, open_method
@@ -19,8 +23,8 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.state_range import StateRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 
-FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "granitemoehybrid")
-"""A delta rule, convolutions alone, and states beside keys and values or in layers of their own."""
+FAMILIES = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid")
+"""Convolutions alone, a delta rule, and states beside keys and values or in layers of their own."""
 CHUNK = 8
 TEXT = [7 * i % 290 + 1 for i in range(40)]
 SAMPLED = {"max_new_tokens": 6, "temperature": 0.9, "seed": 4, "ignore_eos": True, "logprobs": 2}
@@ -169,6 +173,18 @@ def test_kept_prefixes_and_requests_at_once(folder_of: Callable[[str], Path], fa
 
 def _of(result: GenerationResult) -> object:
     return result.token_ids, result.logprobs
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=nightly) for seed in range(2, 20))])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", *(pytest.param(f, marks=nightly) for f in FAMILIES[2:])])
+def test_messages_in_any_order(folder_of: Callable[[str], Path], family: str, seed: int) -> None:
+    """In both layouts: with processes that wait for nothing or never answer, the states are those of the text."""
+    bench, prompt = Bench.of(folder_of(family)), TEXT[: 9 + seed % 5]
+    params = replace((GREEDY, SAMPLED_PARAMS)[seed % 2], max_new_tokens=8)
+    expected, impatience = bench.ordinary(prompt, params), (seed % 3) / 4
+    same(bench.staged(prompt, params, (1, 3), k=2, rows=3, seed=seed, impatience=impatience), expected)
+    for layout in ({"k": 3, "lost": (2,)}, {"k": 3, "workers": 2}, {"k": 1, "run_ahead": True}):
+        same(bench.pipelined(prompt, params, exit_layer=2, seed=seed, impatience=impatience, **layout), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from ppd_runtime.models.stage.library_probe import (
     attention_masks,
     check_cut_layers,
     embedding_scale,
-    final_norm,
+    has_final_norm,
     kept_by_layers,
     recomputed_at,
 )
@@ -80,13 +80,9 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not layers:
+    if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
         raise ValueError(f"{refuse}{needed}")
-    try:
-        final_norm(base)
-    except ValueError as error:
-        raise ValueError(f"{refuse}{error}; {needed}") from error
-    if not hasattr(skeleton, "lm_head"):
+    if not has_final_norm(base) or not hasattr(skeleton, "lm_head"):
         raise ValueError(f"{refuse}{needed}")
     if _constants(layers[0]) != _constants(deeper.model.layers[0]):
         raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")

@@ -198,12 +198,14 @@ def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[i
 _FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
 
 
+def has_final_norm(decoder: nn.Module) -> bool:
+    """Whether a decoder has a final norm by one of the names that are known."""
+    return any(hasattr(decoder, name) for name in _FINAL_NORMS)
+
+
 def final_norm(decoder: nn.Module) -> str:
-    """The attribute of a decoder that is its final norm; ValueError for a decoder without one that is known."""
-    found = next((name for name in _FINAL_NORMS if hasattr(decoder, name)), None)
-    if found is None:
-        raise ValueError("has no final norm that is known")
-    return found
+    """The attribute of a decoder that is its final norm."""
+    return next(name for name in _FINAL_NORMS if hasattr(decoder, name))
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ class StateRange(LayerRange):
     """
 
     has_states = True
-    cache: StateCache  # type: ignore[assignment]
+    cache: StateCache
 
     def _find_windows(self) -> list[int | None]:
         self._kept = kept_by_layers(self.model.config)

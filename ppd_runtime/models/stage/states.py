@@ -154,7 +154,7 @@ class StateCache(StageCache):
         dtype: the model's, in which entries travel.
     """
 
-    layers: list[StateLayer]  # type: ignore[assignment]
+    layers: list[StateLayer]
 
     def __init__(self, kept: Sequence[Kept], capacity: int, first: int = 0, dtype: torch.dtype = torch.float32) -> None:
         with_entries = [number for number, layer in enumerate(kept) if layer.entries and number >= first]
@@ -226,6 +226,7 @@ class StateCache(StageCache):
         """What the last of the first `length` tokens left in each of the stage's layers, but keys and values."""
         return tuple(layer.states.get(length - 1, {}) for layer in self.layers[self._first :])
 
+    @torch.inference_mode()
     def append_chunk(self, entries: Sequence[Tensor], states: Sequence[State], tokens: int) -> None:
         """Append a chunk of so many tokens: the entries that `copy_rows` has given, and the states after it."""
         layers = self.layers[self._first :]
