@@ -57,6 +57,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_gr
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"layer_types": _RECURRENT},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
@@ -72,13 +73,14 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 """What a family needs besides, where the common shape is refused."""
 
 _SUPPORTED = """
-    afmoe apertus arcee aria_text axk1 bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
-    diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text glm
-    glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
-    kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3
-    mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2
+    gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe
+    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+    youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
