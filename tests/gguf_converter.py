@@ -71,6 +71,8 @@ def _changed(
             experts.setdefault(f"{found[1]}.experts.{found[2]}.weight", []).append(tensor)
         elif architecture == "gpt-oss" and ".experts." in name:
             yield from _of_gpt_oss(name, tensor)
+        elif "conv.conv" in name:
+            yield name, tensor.squeeze(1)
         elif name.endswith("sinks"):
             yield f"{name}.weight", tensor
         elif "input_linear" in name:
@@ -106,14 +108,16 @@ def _of_granite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _common(config: PretrainedConfig) -> dict[str, object]:
-    head_dim = getattr(config, "head_dim", None)
+    head_dim, kv_heads = getattr(config, "head_dim", None), config.num_key_value_heads
+    if "conv" in (kinds := getattr(config, "layer_types", None) or []):
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in kinds]
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": kv_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
@@ -144,6 +148,11 @@ def _own(architecture: str, config: PretrainedConfig) -> dict[str, object]:
             "qwen2moe": lambda: {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size},
             "gemma2": lambda: {"attn_logit_softcapping": config.attn_logit_softcapping, **_final_cap(config)},
             "gemma3": lambda: _final_cap(config),
+            "lfm2": lambda: {
+                "attention.layer_norm_rms_epsilon": config.norm_eps,
+                "shortconv.l_cache": config.conv_L_cache,
+                "vocab_size": config.vocab_size,
+            },
             "gpt-oss": lambda: {"expert_feed_forward_length": config.intermediate_size},
             "olmo": lambda: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": config.clip_qkv},
             "starcoder2": lambda: {"attention.layer_norm_epsilon": config.norm_epsilon},

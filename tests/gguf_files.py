@@ -118,7 +118,8 @@ def model_parts(
 
 def _own_type(name: str) -> str | None:
     """That in which the converter writes a tensor, whatever the file's is."""
-    return "F32" if "_norm." in name or "ffn_gate_inp" in name or not name.endswith(".weight") else None
+    floats = ("_norm.", "ffn_gate_inp", "shortconv.conv")
+    return "F32" if any(part in name for part in floats) or not name.endswith(".weight") else None
 
 
 def tokenizer_parts(folder: Path) -> dict[str, object]:

@@ -10,7 +10,7 @@ from models_for_tests import build_tokenizer
 _PLAIN = """
     llama mistral mixtral ministral3 qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi3 phimoe smollm3
     granite granitemoe granitemoeshared olmo olmo2 olmo3 olmoe starcoder2 gpt_oss cohere cohere2 stablelm exaone4 glm4
-    arcee seed_oss nemotron ernie4_5 hunyuan_v1_dense
+    arcee seed_oss nemotron ernie4_5 hunyuan_v1_dense lfm2
 """
 PLAIN = tuple(_PLAIN.split())
 """Model types that some architecture's files are."""

@@ -12,6 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.library_probe import final_norm
+from ppd_runtime.models.stage.state_range import range_class
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
 """Model types that `build_model` knows; mistral, gemma2 and gemma3_text have sliding windows."""
@@ -105,7 +107,8 @@ def vary(model: PreTrainedModel) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
     if model.config.tie_word_embeddings:
         model.get_input_embeddings().weight.mul_(0.1)
-        model.get_decoder().norm.weight.add_(9)
+        decoder = model.get_decoder()
+        getattr(decoder, final_norm(decoder)).weight.add_(9)
 
 
 @torch.no_grad()
@@ -143,7 +146,8 @@ def _own_settings(family: str, num_layers: int, hidden_size: int) -> dict[str, o
 def load_stage(folder: Path, dtype: str = "float32", last: int | None = None) -> LayerRange:
     """The first `last` layers of a model folder (None: all of them) as a stage on the CPU."""
     info = describe(str(folder))
-    return LayerRange(load_layers(info, info.num_layers if last is None else last, getattr(torch, dtype), "cpu"))
+    model = load_layers(info, info.num_layers if last is None else last, getattr(torch, dtype), "cpu")
+    return range_class(model.config)(model)
 
 
 @torch.inference_mode()

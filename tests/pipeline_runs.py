@@ -15,6 +15,8 @@ from ppd_runtime.methods.ordinary import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.library_probe import has_states
+from ppd_runtime.models.stage.state_range import StateRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, ModelHead, OracleHead
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
@@ -41,7 +43,7 @@ def _layers(info: ModelInfo, last: int, dtype: torch.dtype, first: int = 0) -> P
     return load_layers(info, last, dtype, "cpu", first)
 
 
-class RecordingStage(LayerRange):
+class _Recording(LayerRange):
     """A stage that keeps the hidden states which decided a token, and the ranges of layers that were run."""
 
     decisive: list[Tensor]
@@ -56,6 +58,14 @@ class RecordingStage(LayerRange):
         """Keep the newest hidden state, then do as a stage does."""
         self.decisive.append(hidden[:, -1:].clone())
         return super().logits(hidden)
+
+
+class RecordingStage(_Recording, LayerRange):
+    """A stage that records."""
+
+
+class RecordingStateRange(_Recording, StateRange):
+    """A stage with states that records."""
 
 
 @dataclass
@@ -98,10 +108,11 @@ class Bench:
         """For a model folder."""
         return Bench(describe(str(folder)), getattr(torch, dtype))
 
-    def stage(self, last: int | None = None, first: int = 0) -> RecordingStage:
+    def stage(self, last: int | None = None, first: int = 0) -> _Recording:
         """Layers of the model from `first` on, all of them by default."""
         layers = _layers(self.info, last or self.info.num_layers, self.dtype, first)
-        stage = RecordingStage(layers, None, first, self.info.longest_in_chunks)
+        kind = RecordingStateRange if has_states(layers.config) else RecordingStage
+        stage = kind(layers, None, first, self.info.longest_in_chunks)
         stage.decisive, stage.ranges = [], []
         return stage
 

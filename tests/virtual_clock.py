@@ -91,6 +91,13 @@ class VirtualStage:
         """Tokens whose entries `layer` holds."""
         return self._lengths[layer]
 
+    def keep_states(self, tokens: int | None) -> None:
+        """There are none."""
+
+    def held_from(self, first: int, last: int) -> int:
+        """Tokens that the first layer holds."""
+        return self._lengths[0]
+
     def truncate(self, length: int) -> None:
         """Drop the entries of all but the first `length` tokens."""
         self._lengths = [min(held, length) for held in self._lengths]

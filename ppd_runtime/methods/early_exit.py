@@ -57,6 +57,7 @@ class EarlyExitDrafting(ABC):
     def begin(self, capacity: int) -> None:
         """Forget the last sequence, and what the threshold learned from it."""
         self.stage.begin(capacity)
+        self.stage.keep_states(None)
         self.stop_drafting = StopDrafting(self._stopping)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from ppd_runtime.methods.drafts import Draft
 from ppd_runtime.methods.early_exit import EarlyExitDrafting, EarlyExitSettings
 from ppd_runtime.methods.fused_drafting import GreedyChains
 from ppd_runtime.methods.stopping import Stopping
-from ppd_runtime.models.checkpoint.description import ModelInfo
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_entries_alone
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.adapter import describe_adapter, load_adapter
 from ppd_runtime.models.trained.parts import shipped_part
@@ -90,6 +90,7 @@ class KangarooSettings(EarlyExitSettings):
     def prepare(self, info: ModelInfo) -> Callable[[LayerRange], Kangaroo]:
         """Implements `MethodSettings.prepare`."""
         stopping = self.rule
+        check_entries_alone(info, "kangaroo")
         folder = self.adapter or shipped_part(info, "adapter", "kangaroo", "ppd train adapter")
         adapter = describe_adapter(folder, info)
         if self.exit_layer is not None:

@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.loading import (
 from ppd_runtime.models.checkpoint.quantised import check_packed
 from ppd_runtime.models.native.library import is_float32_on_cpu
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.state_range import range_class
 
 
 def load_stage(
@@ -36,7 +37,7 @@ def load_stage(
 
         copies = bfloat16_weights(info, last) if _has_copies(info, dtype, device) else {}
         compiled = CompiledLayers(model, code, copies, first=first)
-    return LayerRange(model, compiled, first, info.longest_in_chunks)
+    return range_class(model.config)(model, compiled, first, info.longest_in_chunks)
 
 
 def share_weights(info: ModelInfo, dtype: torch.dtype, device: str, compiled: bool) -> None:

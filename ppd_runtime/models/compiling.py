@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.library import is_available, is_float32_on_cpu, load, load_meanwhile
 from ppd_runtime.models.pass_kinds import PassKind, head_rows
+from ppd_runtime.models.stage.library_probe import has_states
 
 logger = logging.getLogger(__name__)
 VARIABLE = "PPD_COMPILE"
@@ -97,6 +98,10 @@ def compile_ahead(
     from ppd_runtime.models.compiled.export import CodePart, head_part, layer_parts
 
     config, place = model_config(info.folder), torch.device(device)
+    if has_states(config):
+        raise ValueError(
+            f"compile: layers of {info.name!r} keep a recurrent state and run in the library's code; leave compile out"
+        )
     parts = dict[int, list[CodePart]]()
     for kind in {*passes, PassKind.HEAD}:
         if (rows := head_rows(kind)) is None:

@@ -19,7 +19,7 @@ from ppd_runtime.models.compiling import read_code
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import EmulatedDevice, emulated
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.slots import NodeSlots
+from ppd_runtime.models.stage.slots import node_slots
 from ppd_runtime.models.trained.drafter import DrafterInfo
 
 _MOST_GUESSES = 128
@@ -164,7 +164,7 @@ class DraftModel:
         """Implements `DraftNetwork.begin`."""
         self._stage.begin(capacity and capacity + _MOST_GUESSES + 1)
         self._cache = self._stage.cache
-        self._slots = NodeSlots(self._cache, _MOST_GUESSES)
+        self._slots = node_slots(self._cache, _MOST_GUESSES)
         self._root = _Guess(0, None)
         self._numbers = self._guesses = 0
         self._is_lost = False  # whether the text was too long
@@ -198,7 +198,7 @@ class DraftModel:
         self._cache.set_length(position)
         for chunk in self._stage.prompt_chunks(len(tokens)):
             inputs = self._known(tokens[chunk.start : chunk.stop])
-            hidden = self._run(inputs, position + chunk.start, in_prompt=not position)
+            hidden = self._run(inputs, position + chunk.start, in_prompt=not position or self._stage.has_states)
         self._slots.kept = position + len(tokens)
         self._root.hidden = hidden[:, -1:]
 

@@ -16,6 +16,7 @@ from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.stage.state_range import range_class
 from ppd_runtime.settings.checks import check_number
 from ppd_runtime.training.adapt.answers import Text
 from ppd_runtime.training.adapt.states import KeptStates, Reader, read_all, room
@@ -162,7 +163,7 @@ class PartRun(TrainingRun):
         self._disk_gb = disk_gb
         frozen = load_layers(info, info.num_layers, choose_dtype(dtype, place, info), place)
         self.settings["dtype"] = str(frozen.dtype).removeprefix("torch.")
-        self.stage = LayerRange(frozen, longest_in_chunks=info.longest_in_chunks)
+        self.stage = range_class(frozen.config)(frozen, longest_in_chunks=info.longest_in_chunks)
         self.training = self.learns(recipe, self.stage, self.rows)
 
     def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:

@@ -150,14 +150,15 @@ def exit_logits_of(head: Callable[[Tensor], Tensor]) -> ExitLogits:
 def exit_states(stage: LayerRange, token_ids: list[int], first: int, exit_layers: Sequence[int]) -> Iterator[Tensor]:
     """Hidden states of `token_ids[first:]` after each exit layer, in rising order: `[tokens, hidden_size]` each.
 
-    `stage` still holds the entries of the tokens before them; newer ones are dropped. Layers that no exit needs do
-    not run.
+    `stage` still holds the entries of the tokens before them; newer ones are dropped. Layers with states run all tokens
+    again. Layers that no exit needs do not run.
     """
-    stage.truncate(first)
-    inputs: list[int] | Tensor = token_ids[first:]
+    held = 0 if stage.has_states else first
+    stage.truncate(held)
+    inputs: list[int] | Tensor = token_ids[held:]
     for last, layer in zip((0, *exit_layers), exit_layers, strict=False):
-        inputs = stage.run(last, layer, inputs, first)
-        yield inputs[0]
+        inputs = stage.run(last, layer, inputs, held)
+        yield inputs[0, first - held :]
 
 
 def places_among_best(scores: Tensor, tokens: Tensor, most: int) -> Tensor:

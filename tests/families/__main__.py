@@ -12,6 +12,7 @@ from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
+from ppd_runtime.models.stage.library_probe import has_states
 
 _HEAD = """# Families
 
@@ -56,7 +57,7 @@ def page(why_refused: Callable[[Specimen], str], why_without: Callable[[Specimen
     ]
     lines = [
         _HEAD.format(version=transformers.__version__),
-        "## Supported\n\n| model type | methods that it is refused for |\n|---|---|",
+        "## Supported\n\n| model type | what it is refused for |\n|---|---|",
         *supported,
         _WRAPPERS.format(families=", ".join(f"`{family}`" for family in WRAPPERS)),
         "\n## Special configurations\n",
@@ -84,13 +85,14 @@ def refusal(specimen: Specimen) -> str:
 
 
 def without(specimen: Specimen) -> str:
-    """The methods that a supported family cannot be run by, and why."""
+    """The methods and settings that a supported family cannot be run by, and why."""
     with tempfile.TemporaryDirectory() as folder:
         specimen.config().save_pretrained(folder)
         try:
             check_leaving_out(describe(folder, needs_weights=False), "swift")
         except ValueError as error:
-            return f"swift, kangaroo: {_cell(error).partition('): ')[2].partition(';')[0]}"
+            what = "compile, swift, kangaroo" if has_states(specimen.config()) else "swift, kangaroo"
+            return f"{what}: {_cell(error).partition('): ')[2].partition(';')[0]}"
     return ""
 
 

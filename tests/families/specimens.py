@@ -51,18 +51,36 @@ _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, 
 _EXPERTS |= {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _EXPERTS |= {"moe_num_experts": 4, "moe_k": 2, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16}
 _EXPERTS |= {"shared_intermediate_size": 16}
+_RECURRENT = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2), "conv_L_cache": 3}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"layer_types": _RECURRENT},
+    "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    "granitemoehybrid": _MAMBA | {"layer_types": _RECURRENT},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _RECURRENT, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _CONVOLUTIONS | {"num_dense_layers": 1},
+    "lfm3": _CONVOLUTIONS,
+    "olmo_hybrid": _DELTA | {"layer_types": _RECURRENT},
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA | {"layer_types": _RECURRENT}),
 }
 """What a family needs besides, where the common shape is refused."""
 
 _SUPPORTED = """
-    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama
-    doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe
-    glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi3 phimoe
-    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2
+    gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe
+    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+    youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""

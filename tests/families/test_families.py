@@ -112,7 +112,7 @@ def test_the_guide_is_what_is_written() -> None:
     assert GUIDE.read_text() == page(refusal, without)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "minicpm3", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text", "nanochat", "minicpm3", "mamba2"])
 def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(family: str, tmp_path: Path) -> None:
     """By `config.json` alone, in a line that names the family."""
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)

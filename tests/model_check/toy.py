@@ -196,6 +196,13 @@ class ToyStage:
         """Tokens whose entries `layer` holds."""
         return len(self.entries[layer])
 
+    def keep_states(self, tokens: int | None) -> None:
+        """There are none."""
+
+    def held_from(self, first: int, last: int) -> int:
+        """Tokens that the first layer holds."""
+        return self.length(0)
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         for entries in self.entries:

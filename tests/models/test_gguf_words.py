@@ -20,7 +20,7 @@ gpt-2 jais trillion granite-docling a.x-4.0 mellum olmo mpt exaone4
 I|'|LL| can|'t| 12345| x|²¦Hi| | there|\n\n| ok|!|\n¦helloWORLD| iPhone|/|\n¦नमस|्|त|े| 東京の人ab¦aé|,|b| | 7
 smollm starcoder refact codeshell minerva-7b command-r exaone
 I|'|LL| can|'t| |1|2|3|4|5| x|²¦Hi| | there|\n\n| ok|!|\n¦helloWORLD| iPhone|/|\n¦नमस|्|त|े| 東京の人ab¦aé|,|b|  |7
-llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe glm4 chatglm-bpe dbrx
+llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2 smaug-bpe glm4 chatglm-bpe dbrx
 I|'LL| can|'t| |123|45| x|²¦Hi| | there|\n\n| ok|!\n¦helloWORLD| iPhone|/\n¦नमस|्त|े| 東京の人ab¦aé|,b| | |7
 minicpm5
 I|'LL| can|'t| |123|45| x|²¦Hi| | there|\n\n| ok|!\n¦helloWORLD| iPhone|/\n¦नमस|्त|े| 東京の人ab¦aé|,b|  |7
@@ -54,8 +54,8 @@ FORMS = {
     "NFC": "olmo mpt command-r qwen2 deepseek-r1-qwen stablelm2 hunyuan bailingmoe qwen35 seed-coder",
     "NFKC": "exaone exaone4",
 }
-WHOLE = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smaug-bpe glm4 chatglm-bpe gpt-4o llama4 tekken"
-BEGUN = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 tekken"
+WHOLE = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2 smaug-bpe glm4 chatglm-bpe gpt-4o llama4 tekken"
+BEGUN = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2 tekken"
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 
 

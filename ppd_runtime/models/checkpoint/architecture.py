@@ -10,17 +10,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
 from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.library_probe import (
+    Kept,
     attention_masks,
-    cache_windows,
     check_cut_layers,
     embedding_scale,
+    has_final_norm,
+    kept_by_layers,
     recomputed_at,
 )
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
+from ppd_runtime.models.stage.states import new_cache
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def architecture_of(model: str, config: PretrainedConfig) -> Architecture:
 def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
     """A skeleton of the model, with a layer of each kind; ValueError for one that cannot be cut into stages."""
     refuse = f"model {model!r} ({config.model_type}): "
-    needed = "a decoder with `model.layers`, `model.norm` and `lm_head` is needed, such as Llama, Mistral or Qwen"
+    needed = "a decoder with `model.layers`, a final norm and `lm_head` is needed, such as Llama, Mistral or Qwen"
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{refuse}an encoder-decoder cannot be pipelined here; {needed}")
     if (text := config.get_text_config(decoder=True)) is not config:
@@ -71,21 +74,21 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
             "they were made of (float32, bfloat16 or float16), and weights int8 or int4 if wanted"
         )
     try:
-        windows = cache_windows(config)
-        skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, windows))
+        kept = kept_by_layers(config)
+        skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))
     except Exception as error:  # every architecture checks its settings in its own way
         raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not layers:
+    if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
         raise ValueError(f"{refuse}{needed}")
-    if not hasattr(base, "norm") or not hasattr(skeleton, "lm_head"):
+    if not has_final_norm(base) or not hasattr(skeleton, "lm_head"):
         raise ValueError(f"{refuse}{needed}")
     if _constants(layers[0]) != _constants(deeper.model.layers[0]):
         raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
     try:
         scale = embedding_scale(deeper)
-        _check_layers(deeper, windows, scale)
+        _check_layers(deeper, kept, scale)
     except Exception as error:  # every architecture asks for its own inputs
         raise ValueError(f"{refuse}its layers cannot run one by one: {one_line(error)}; {needed}") from error
     return deeper
@@ -99,19 +102,19 @@ def tokens_until_recomputed(model: str, skeleton: PreTrainedModel, most_tokens: 
         raise ValueError(f"model {model!r} ({kind}): does not say how it goes on with a text: {reason}") from error
 
 
-def depth_of_all_kinds(config: PretrainedConfig, windows: Sequence[int | None]) -> int:
+def depth_of_all_kinds(config: PretrainedConfig, kept: Sequence[Kept]) -> int:
     """How many first layers include every kind; at least 2, if there are so many."""
-    names = getattr(config, "layer_types", None) or [""] * len(windows)
-    kinds = list(zip(names, windows, strict=False))
-    return min(len(windows), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
+    names = getattr(config, "layer_types", None) or [""] * len(kept)
+    kinds = list(zip(names, kept, strict=False))
+    return min(len(kept), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
 
 
-def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scale: str | None) -> None:
+def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | None) -> None:
     """Refuse layers that a token's pass cannot run one by one, from hidden states and a cache alone."""
     layers = skeleton.model.layers
-    position = 1 + max(window or 1 for window in windows)
+    position = 1 + max(layer.window or 1 for layer in kept)
     cache = DynamicCache(config=skeleton.config)
-    for layer in cache.layers:
+    for layer in (layer for layer, of_layer in zip(cache.layers, kept, strict=False) if of_layer.entries):
         entries = torch.zeros(1, 1, position, 1, device="cpu")
         layer.update(entries, entries)
     kinds = getattr(skeleton.config, "layer_types", None) or ["one kind"] * len(layers)
@@ -121,7 +124,7 @@ def _check_layers(skeleton: PreTrainedModel, windows: Sequence[int | None], scal
     check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
     states = torch.zeros(1, 1, skeleton.config.hidden_size, device="meta", dtype=skeleton.dtype)
     for number, layer in enumerate(layers):
-        view = SomeLayersCache([PreallocatedLayer(1, windows[number])], [number])
+        view = new_cache(kept, 1).view([number])
         piece = decoder_of(skeleton, {number: layer}, scale)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # experts cannot be chosen without numbers
             piece(inputs_embeds=states, **{CACHE_ARGUMENT: view}, use_cache=True)

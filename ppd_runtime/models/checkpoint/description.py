@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppd_runtime.models.checkpoint.architecture import architecture_of, depth_of_all_kinds
 from ppd_runtime.models.checkpoint.config import (
@@ -27,7 +27,7 @@ from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
 from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
-from ppd_runtime.models.stage.library_probe import cache_windows
+from ppd_runtime.models.stage.library_probe import has_states, kept_by_layers
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
 from ppd_runtime.settings.checks import check_choice
@@ -160,11 +160,29 @@ def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None
     """Raise ValueError if the model's attentions and MLPs cannot be left out for `user`, or it has too few layers;
     reads no weights."""
     config = model_config(info.folder)
-    try:
+    with _refusing(info, user, config.model_type):
         if info.num_layers < least_layers:
             raise ValueError(f"it has too few layers, {info.num_layers}, at least {least_layers} are needed")
-        check_sub_layers(skeleton_of(config, depth_of_all_kinds(config, cache_windows(config))))
+        _check_entries_alone(config)
+        check_sub_layers(skeleton_of(config, depth_of_all_kinds(config, kept_by_layers(config))))
+
+
+def check_entries_alone(info: ModelInfo, user: str) -> None:
+    """Raise ValueError if a layer of the model keeps a recurrent state, which `user` cannot run; reads no weights."""
+    config = model_config(info.folder)
+    with _refusing(info, user, config.model_type):
+        _check_entries_alone(config)
+
+
+def _check_entries_alone(config: PretrainedConfig) -> None:
+    if has_states(config):
+        raise ValueError("its layers keep a recurrent state")
+
+
+@contextlib.contextmanager
+def _refusing(info: ModelInfo, user: str, kind: str) -> Iterator[None]:
+    """What a check within raises says who cannot run which model."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(
-            f"{user} cannot run model {info.name!r} ({config.model_type}): {error}; choose another method"
-        ) from error
+        raise ValueError(f"{user} cannot run model {info.name!r} ({kind}): {error}; choose another method") from error

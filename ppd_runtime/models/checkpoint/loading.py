@@ -30,7 +30,7 @@ from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.checkpoint.wrappers import text_tensor
 from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
-from ppd_runtime.models.stage.library_probe import embedding_scale
+from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm
 from ppd_runtime.models.stage.slicing import decoder_of
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _keep_rotary_tables(model: PreTrainedModel, whole: PretrainedConfig) -> None
     Code that is compiled for a layer takes them all, whatever layers its stage has.
     """
     kinds = [set(getattr(config, "layer_types", None) or ()) for config in (model.config, whole)]
-    if kinds[0] != kinds[1] and hasattr(model.model, "rotary_emb"):
+    if kinds[0] != kinds[1] and getattr(model.model, "rotary_emb", None) is not None:
         model.model.rotary_emb = type(model.model.rotary_emb)(whole)
 
 
@@ -210,10 +210,11 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
     """Refuse a decoder whose pass does more than embed, run layers and norm: a cut would lose or repeat that."""
     probe = torch.linspace(-1, 1, model.config.hidden_size, device=model.device, dtype=model.dtype).view(1, 1, -1)
     bare = decoder_of(model, {}, embedding_scale(model))
-    bare.norm = model.model.norm
+    norm = getattr(model.model, final_norm(model.model))
+    setattr(bare, final_norm(model.model), norm)
     with torch.inference_mode():
         normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
-        if not torch.equal(normed, model.model.norm(probe)):
+        if not torch.equal(normed, norm(probe)):
             raise ValueError(f"model {info.name!r} does more than run layers and a final norm, so it cannot be cut")
 
 

@@ -23,8 +23,9 @@ def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> No
         raise ValueError(f"weights={weights!r}: needs Linux and PyTorch 2.8 or newer; leave weights out")
     if weights == GGUF:
         return  # only what the file has packed is packed
+    convolutions = {id(m.weight) for m in skeleton.model.layers.modules() if isinstance(m, nn.Conv1d)}  # stay floats
     for name, parameter in skeleton.model.layers.named_parameters():
-        if parameter.dim() > 2:
+        if parameter.dim() > 2 and id(parameter) not in convolutions:
             raise ValueError(f"{refuse} has stacked experts ({name}); leave weights out")
     for name, linear in quantised_linears(skeleton).items():
         if linear.in_features % GROUP:

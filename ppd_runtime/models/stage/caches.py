@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,11 +249,15 @@ class StageCache:
         return tuple(rows[order].clone() for layer in self.layers for rows in layer.rows)
 
     @torch.inference_mode()
-    def append_rows(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries that `copy_rows` has given."""
+    def append_chunk(self, entries: Sequence[Tensor], states: Sequence[Any], tokens: int) -> None:
+        """Append a chunk of so many tokens: the entries that `copy_rows` has given; there are no states after it."""
         layers = self.layers[self._first :]
         for layer, keys, values in zip(layers, entries[::2], entries[1::2], strict=True):
             layer.write(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+
+    def states_after(self, length: int) -> tuple[Any, ...]:
+        """What the last of the first `length` tokens left in each of the stage's layers beside entries: nothing."""
+        return ()
 
     def keep_path(self, position: int, nodes: Sequence[int]) -> None:
         """Keep those entries from `position` on that lie `nodes` (ascending) behind it, and place them one after the

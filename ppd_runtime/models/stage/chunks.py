@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.caches import StageCache
-from ppd_runtime.models.stage.library_probe import attention_masks, cache_windows, without_weights
+from ppd_runtime.models.stage.library_probe import attention_masks, kept_by_layers, without_weights
 from ppd_runtime.models.stage.rotary import RotaryTable
+from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import chain_of
 
 ONE_PASS = 256
@@ -63,7 +63,7 @@ def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int
         model: it has a layer of each kind; it may be on the meta device.
         most_positions: the model's; None if it names no end.
     """
-    if not library_masks_fit(model, cache_windows(model.config), SEVERAL_ROWS):
+    if not library_masks_fit(model, SEVERAL_ROWS):
         return 0
     rotary = getattr(without_weights(model)[0], "rotary_emb", None)
     if rotary is None:
@@ -73,20 +73,20 @@ def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int
 
 
 @torch.inference_mode()
-def library_masks_fit(model: PreTrainedModel, windows: list[int | None], tokens: int) -> bool:
+def library_masks_fit(model: PreTrainedModel, tokens: int) -> bool:
     """Whether, in a pass of `tokens` tokens, the library shows each token what its own pass would.
 
     No, if its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
     """
-    chain = chain_of(tokens, torch.device("cpu"))
-    for position in {1 + max(window or 1, 1) for window in windows}:
-        cache = StageCache(windows, 0)
+    chain, kept = chain_of(tokens, torch.device("cpu")), kept_by_layers(model.config)
+    for position in {1 + max(layer.window or 1, 1) for layer in kept}:
+        cache = new_cache(kept, 0)
         for layer in cache.layers:
             layer.length = position
         layers = dict(enumerate(cache.layers))
-        found = attention_masks(model, cache.view(range(len(windows))), tokens, position)
-        for mask, ours in zip(found, chain.masks(layers, torch.float32).values(), strict=True):
+        found = attention_masks(model, cache.view(range(len(kept))), tokens, position)
+        for of_layer, mask, ours in zip(kept, found, chain.masks(layers, torch.float32).values(), strict=True):
             seen = torch.ones_like(ours, dtype=torch.bool) if mask is None else mask.cpu()
-            if not torch.equal(seen, ours == 0):
+            if not torch.equal(seen, ours == 0) and (of_layer.entries or mask is not None):
                 return False
     return True

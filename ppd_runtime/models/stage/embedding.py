@@ -22,7 +22,7 @@ class Embedding:
         self._model, self._device = model, model.device
         self._entrance, self.scale = layer_range(model, 0, 0), embedding_scale(model)
         look_up = _look_up(model.model.embed_tokens)
-        self._one = lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale else None
+        self._one = lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale and self._only_looks_up else None
 
     @property
     def table(self) -> Tensor | None:

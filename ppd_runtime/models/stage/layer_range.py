@@ -19,6 +19,7 @@ from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.grouped_attention import choose_attention
+from ppd_runtime.models.stage.held_sequence import HeldSequence
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
@@ -31,7 +32,7 @@ Pace = Callable[[Callable[[], Tensor], int, bool], Tensor]
 pass has rows of several texts or branches."""
 
 
-class LayerRange:
+class LayerRange(HeldSequence):
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
 
     Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
@@ -76,10 +77,10 @@ class LayerRange:
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
-        self._embed, self._windows = Embedding(model), cache_windows(model.config)
+        self._embed, self._windows = Embedding(model), self._find_windows()
+        self.cache = self._new_cache(0)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
-        self._says_masks = {tokens: not library_masks_fit(model, self._windows, tokens) for tokens in (1, SEVERAL_ROWS)}
-        self.cache = StageCache(self._windows, 0)
+        self._says_masks = {tokens: not library_masks_fit(model, tokens) for tokens in (1, SEVERAL_ROWS)}
 
     def compile_for(self, *passes: int) -> None:
         """If passes are compiled, load code for these too, such as `SEVERAL`; the first time takes a while."""
@@ -103,7 +104,7 @@ class LayerRange:
 
     def over(self, model: PreTrainedModel) -> "LayerRange":
         """A stage for a model of this one's first layer with other weights, run by the same code."""
-        return LayerRange(model, self._compiled and self._compiled.over(model))
+        return type(self)(model, self._compiled and self._compiled.over(model))
 
     def chain_drafting(self, layers: "int | LayerSubset", behind: "LayerRange | None" = None) -> Any:
         """Drafts greedy chains in one call, through the first `layers` layers or a piece, perhaps a stage `behind`
@@ -124,9 +125,15 @@ class LayerRange:
 
     def begin(self, capacity: int, cache: StageCache | None = None) -> None:
         """Forget the last sequence; make room for one of at most `capacity` tokens, or take the cache of one."""
-        self.turn_to(cache or StageCache(self._windows, capacity, self.first_layer, moves=self._moves))
+        self.turn_to(cache or self._new_cache(capacity))
         if self._compiled:
             self._compiled.forget()
+
+    def _find_windows(self) -> list[int | None]:
+        return cache_windows(self.model.config)
+
+    def _new_cache(self, capacity: int) -> StageCache:
+        return StageCache(self._windows, capacity, self.first_layer, moves=self._moves)
 
     @property
     def _moves(self) -> bool:
@@ -226,46 +233,6 @@ class LayerRange:
         """The most tokens from `position` on in one pass for which each gets the result of its own pass; None: any
         number. Long-RoPE models embed positions by the longest one of a pass."""
         return self._rotary.most_together(position) if self._rotary else None
-
-    def length(self, layer: int) -> int:
-        """Tokens whose entries `layer` holds."""
-        return self.cache.layers[layer].length
-
-    def truncate(self, length: int) -> None:
-        """Keep the entries of the first `length` tokens, drop the newer ones."""
-        self.cache.truncate(length)
-
-    def keep_candidate(self, position: int, index: int) -> None:
-        """Keep the entries of one candidate at `position`, and drop the others'."""
-        self.keep_path(position, [index])
-
-    @torch.inference_mode()
-    def keep_path(self, position: int, nodes: Sequence[int]) -> None:
-        """Keep the entries of a path from a root of the tree that ran at `position`, and drop the others."""
-        began = time.perf_counter()
-        self.cache.keep_path(position, nodes)
-        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, self.num_layers)
-
-    @torch.inference_mode()
-    def export_entries(self, first: int, end: int, last: int) -> Tensor:
-        """A copy of the entries of tokens `first` to `end` in layers 0 to `last`: `[tokens, last, 2, heads, dim]`."""
-        began = time.perf_counter()
-        entries = self.cache.export_entries(first, end, last)
-        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), first, -1, 0, last)
-        return entries
-
-    @torch.inference_mode()
-    def import_entries(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries to the first layers, each from `export_entries`."""
-        began, position = time.perf_counter(), self.length(0)
-        self.cache.import_entries([entry.to(self.device) for entry in entries])
-        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, 0, len(entries[0]))
-
-    def append_rows(self, entries: Sequence[Tensor]) -> None:
-        """Append consecutive tokens' entries to the stage's layers, as `StageCache.append_rows`."""
-        began, position = time.perf_counter(), self.length(self.first_layer)
-        self.cache.append_rows(entries)
-        self.recorder.note(Kind.ENTRIES, began, time.perf_counter(), position, -1, self.first_layer, self.num_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""

@@ -1,9 +1,10 @@
 """What the library's code does for a model, found by asking it: a configuration may hold fields that no code reads."""
 
+import contextlib
 import copy
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +15,68 @@ from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
 """Caches of keys and values by position, and nothing else."""
+_WITH_STATES = {
+    getattr(cache_utils, name, None): entries
+    for name, entries in (
+        ("LinearAttentionLayer", False),
+        ("LinearAttentionAndFullAttentionLayer", True),
+        ("LinearAttentionAndSlidingWindowAttentionLayer", True),
+    )
+    if hasattr(Cache, "get_conv_state")  # versions before pass states in another way
+}
+"""Caches of a recurrent state, and whether they have keys and values by position too."""
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of the tokens that it has seen."""
+
+    window: int | None
+    """How many tokens' keys and values a one-token pass attends to, its own among them; None: all of them."""
+    entries: bool = True
+    """Whether it keeps keys and values."""
+    states: bool = False
+    """Whether it keeps a recurrent state or a convolution's window."""
 
 
 def cache_windows(config: PretrainedConfig) -> list[int | None]:
     """For each layer, how many tokens a one-token pass attends to, its own among them; None: all of them.
 
-    That is what the library's own cache hands out, whatever the configuration calls it.
-
     Raises:
         ValueError: where a layer's cache holds something else than keys and values by position.
+    """
+    kept, kinds = kept_by_layers(config), getattr(config, "layer_types", None)
+    if odd := {kinds[number] if kinds else "state" for number, layer in enumerate(kept) if layer.states}:
+        raise _no_plain_cache(odd)
+    return [layer.window for layer in kept]
+
+
+def has_states(config: PretrainedConfig) -> bool:
+    """Whether a layer keeps a recurrent state."""
+    return any(layer.states for layer in kept_by_layers(config))
+
+
+def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
+    """What each layer keeps: what the library's own cache hands out, whatever the configuration calls it.
+
+    Raises:
+        ValueError: where a layer's cache holds something else than keys and values by position, and a recurrent state.
     """
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:  # some kinds the library learns of with the model's code
         known: dict[str, type] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
-        plain = {kind for kind, layer in known.items() if layer in _PLAIN}
+        plain = {kind for kind, layer in known.items() if layer in _PLAIN or layer in _WITH_STATES}
         raise _no_plain_cache({*config.layer_types} - plain) from error
     kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    if odd := {str(kind) for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in _PLAIN}:
+    unknown = (kind for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in {*_PLAIN, *_WITH_STATES})
+    if odd := set(map(str, unknown)):
         raise _no_plain_cache(odd)
     found = {size: _entries_handed_out(size) for size in {getattr(layer, "sliding_window", None) for layer in layers}}
-    return [found[getattr(layer, "sliding_window", None)] for layer in layers]
+    windows = [found[getattr(layer, "sliding_window", None)] for layer in layers]
+    return [
+        Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES)
+        for window, layer in zip(windows, layers, strict=True)
+    ]
 
 
 def _no_plain_cache(kinds: set[str]) -> ValueError:
@@ -103,7 +145,8 @@ def embedding_scale(model: PreTrainedModel) -> str | None:
         ValueError: where the decoder, apart from its layers and its final norm, does more than that.
     """
     decoder, device = without_weights(model)
-    decoder.layers, decoder.norm = nn.ModuleList(), _Doubling()
+    decoder.layers = nn.ModuleList()
+    setattr(decoder, final_norm(decoder), _Doubling())
     states = torch.linspace(-1, 1, model.config.hidden_size, device=device, dtype=model.dtype).view(1, 1, -1)
 
     def leaves_states() -> bool:
@@ -152,6 +195,19 @@ def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[i
     return borders
 
 
+_FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
+
+
+def has_final_norm(decoder: nn.Module) -> bool:
+    """Whether a decoder has a final norm by one of the names that are known."""
+    return any(hasattr(decoder, name) for name in _FINAL_NORMS)
+
+
+def final_norm(decoder: nn.Module) -> str:
+    """The attribute of a decoder that is its final norm."""
+    return next(name for name in _FINAL_NORMS if hasattr(decoder, name))
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A copy of the module with its own table of children; parameters and children are shared."""
     twin = copy.copy(module)
@@ -184,7 +240,7 @@ class _CacheOf(DynamicCache):
 def without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
     """The model's decoder, of which only the layers have weights, on a device that computes."""
     decoder = shallow_copy(model.model)
-    decoder.norm = nn.Identity()
+    setattr(decoder, final_norm(decoder), nn.Identity())
     if model.device.type != "meta":
         return decoder, model.device
     for name, child in model.model.named_children():
@@ -209,22 +265,38 @@ def _told_layers(
     states = torch.zeros(1, tokens, model.config.hidden_size, device=device, dtype=model.dtype)
     places = torch.arange(position, position + tokens, device=device)[None]
     layers = list(cast("nn.ModuleList", decoder.layers))
-    for in_a_tuple in (False, True):  # what layers give back, which differs from model to model
-        decoder.layers = nn.ModuleList(_notes(layer, i, told, in_a_tuple) for i, layer in enumerate(layers))
-        with torch.inference_mode():
+    for given in (_alone, _in_a_tuple, _in_a_pair):  # what layers give back, which differs from model to model
+        decoder.layers = nn.ModuleList(_notes(layer, i, told, given) for i, layer in enumerate(layers))
+        with torch.inference_mode(), contextlib.suppress(*([] if given is _in_a_pair else _TAKEN_APART)):
             output = decoder(inputs_embeds=states, position_ids=places, **{CACHE_ARGUMENT: cache}, use_cache=True)
-        if output.last_hidden_state.shape == states.shape:
-            break
+            if output.last_hidden_state.shape == states.shape:
+                break
     decoder.layers = nn.ModuleList(layers)
     return told
 
 
-def _notes(layer: nn.Module, index: int, told: dict[int, dict[str, Any]], in_a_tuple: bool) -> nn.Module:
+_TAKEN_APART = ValueError, IndexError
+"""What decoders raise whose layers give back more than states."""
+
+
+def _alone(states: Tensor) -> Any:
+    return states
+
+
+def _in_a_tuple(states: Tensor) -> Any:
+    return (states,)
+
+
+def _in_a_pair(states: Tensor) -> Any:
+    return states, None
+
+
+def _notes(layer: nn.Module, index: int, told: dict[int, dict[str, Any]], given: Callable[[Tensor], Any]) -> nn.Module:
     """The layer with its attributes, which does nothing but note what it is told."""
 
     def forward(hidden_states: Tensor, **others: Any) -> Any:
         told[index] = others
-        return (hidden_states,) if in_a_tuple else hidden_states
+        return given(hidden_states)
 
     twin = shallow_copy(layer)
     twin.forward = forward

@@ -26,6 +26,8 @@ class KeptChunk:
         self.num_tokens, self.hidden = len(positions), hidden
         self._positions = positions
         self._entries: tuple[Tensor, ...] = ()
+        self.states = cache.states_after(positions.stop)
+        """What the chunk's last token left beside entries, if layers keep states."""
 
     @property
     def entries(self) -> tuple[Tensor, ...]:

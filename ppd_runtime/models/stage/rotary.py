@@ -68,6 +68,15 @@ class RotaryTable(nn.Module):
         self._most_positions = most_positions
         self._blocks: dict[tuple[Any, ...], _Embedded] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """What a decoder asks its rotary embedding besides."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_rotary" not in self.__dict__:
+                raise
+            return getattr(self._rotary[0], name)
+
     def most_together(self, position: int) -> int | None:
         """The most tokens from `position` on in one pass that are embedded as in passes of their own; None: any."""
         border = self._border_behind(position)

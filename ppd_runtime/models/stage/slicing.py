@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ppd_runtime.models.stage.library_probe import embedding_scale, shallow_copy
+from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm, shallow_copy
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class FinalHead:
 
     def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
         self._model = model
-        self._norm: nn.Module = model.model.norm
+        self._norm: nn.Module = getattr(model.model, final_norm(model.model))
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
         self._library = shallow_copy(model)
-        self._library.model = _NormOnly(self._norm)
+        self._library.model = _NormOnly(self._norm, model.model)
         self._library.lm_head = self._lm_head
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: s
     """
     decoder = some_layers(model.model, list(layers))
     decoder.layers = nn.ModuleList(layers.values())
-    decoder.norm = nn.Identity()
+    setattr(decoder, final_norm(model.model), nn.Identity())
     if scale:
         setattr(decoder, scale, 1.0)
     return decoder
@@ -196,9 +196,10 @@ def some_layers(decoder: nn.Module, numbers: Sequence[int]) -> nn.Module:
 class _NormOnly(nn.Module):
     """Stands in for the decoder where only the final norm is left to do."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
+        vars(self).update((name, value) for name, value in vars(decoder).items() if type(value) is float)
+        self.norm = norm  # the decoder's numbers are there because a head may read one
 
     def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
@@ -218,8 +219,15 @@ def with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> 
 
 
 def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
-    config = copy.copy(config)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[number] for number in numbers]
+    kinds = getattr(config, "layer_types", None)
+    whole, config = config, copy.copy(config)
     config.num_hidden_layers = len(numbers)
+    if not kinds or config.layer_types == (some := [kinds[number] for number in numbers]):
+        return config
+    try:
+        config.layer_types = some
+    except AttributeError:  # they follow from other settings
+        names = [name for name in ("layer_types", "layers_block_type") if hasattr(config, name)]
+        fixed = {name: [getattr(whole, name)[number] for number in numbers] for name in names}
+        config.__class__ = type(type(config).__name__, (type(config),), fixed)
     return config

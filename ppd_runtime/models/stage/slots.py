@@ -8,6 +8,7 @@ the list, or moves its entries if the code reads no list (`StageCache.move`).
 from collections.abc import Sequence
 
 from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.states import StateCache
 
 
 class NodeSlots:
@@ -89,3 +90,31 @@ class NodeSlots:
             if row not in self._nodes:
                 return row
         raise IndexError("no row is left for a node")
+
+
+class StateSlots(NodeSlots):
+    """Places of tokens whose layers keep states: a dropped node's are freed, and of certain tokens' the newest stay."""
+
+    def __init__(self, cache: StateCache, most_nodes: int) -> None:
+        super().__init__(cache, most_nodes)
+        self._states = cache
+        cache.back = None
+
+    def keep(self, node: int) -> None:
+        """Keep the node as the next certain token, in its place."""
+        self._put(node, self.kept)
+        self._rows.pop(node)
+        del self._nodes[self.kept]
+        self._states.forget_before(self.kept)
+        self.kept += 1
+
+    def drop(self, node: int) -> None:
+        """Free a node's row and its states, if it has any."""
+        if (row := self._rows.get(node)) is not None:
+            self._states.forget(row)
+        super().drop(node)
+
+
+def node_slots(cache: StageCache, most_nodes: int) -> NodeSlots:
+    """The places of `most_nodes` nodes in a cache of any kind."""
+    return StateSlots(cache, most_nodes) if isinstance(cache, StateCache) else NodeSlots(cache, most_nodes)

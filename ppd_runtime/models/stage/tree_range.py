@@ -14,7 +14,7 @@ from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
-from ppd_runtime.models.stage.slots import NodeSlots
+from ppd_runtime.models.stage.slots import node_slots
 from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
@@ -103,7 +103,7 @@ class TreeRange:
         self._prompt, self.cached_tokens = prompt, 0
 
     def _begin(self, cache: StageCache) -> None:
-        self._cache, self._slots = cache, NodeSlots(cache, self._most_nodes)
+        self._cache, self._slots = cache, node_slots(cache, self._most_nodes)
 
     def prompt_chunks(self, tokens: int) -> list[range]:
         """The positions of each chunk of a prompt of `tokens` tokens."""
@@ -117,7 +117,7 @@ class TreeRange:
         chunk = range(position, position + num_tokens(inputs))
         key = self._kept.key(self._prompt, chunk)
         if kept := self._kept.find(key):
-            self._stage.append_rows(kept.entries)
+            self._stage.append_chunk(kept)
             self.cached_tokens += len(chunk)
             hidden = kept.hidden
         else:
@@ -309,7 +309,7 @@ class TreeRange:
 
     def _try(self, sizes: Sequence[int]) -> Tensor:
         """States of the tried rows after the text, run in groups of `sizes`."""
-        kept, self._slots = self._slots.kept, NodeSlots(self._cache, self._most_nodes)
+        kept, self._slots = self._slots.kept, node_slots(self._cache, self._most_nodes)
         self._slots.kept = kept
         starts = accumulate(sizes, initial=0)
         rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False) if size]

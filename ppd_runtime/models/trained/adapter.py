@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.stage.library_probe import shallow_copy
+from ppd_runtime.models.stage.library_probe import final_norm, shallow_copy
 from ppd_runtime.models.stage.slicing import layer_range, without
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
@@ -42,7 +42,8 @@ def new_adapter(model: PreTrainedModel, exit_layer: int) -> PreTrainedModel:
     layer = with_floats(copy.deepcopy(without(model.model.layers[exit_layer], mlp=True))).float().requires_grad_(True)
     number_layer(layer, 0)
     decoder.layers = nn.ModuleList([layer])
-    decoder.norm = copy.deepcopy(model.model.norm).float().requires_grad_(True)
+    norm = final_norm(model.model)
+    setattr(decoder, norm, copy.deepcopy(getattr(model.model, norm)).float().requires_grad_(True))
     decoder.embed_tokens = nn.Identity()
     adapter = shallow_copy(model)
     adapter.model, adapter.config = decoder, decoder.config
@@ -66,7 +67,7 @@ def load_adapter(adapter: AdapterInfo, model: PreTrainedModel) -> PreTrainedMode
     """The adapter as a model of one layer behind `model`, which is whole, with its dtype, on its device."""
     network = new_adapter(model, adapter.exit_layer)
     network.model.load_state_dict(adapter.tensors())
-    for learned in (network.model.layers, network.model.norm):
+    for learned in (network.model.layers, getattr(network.model, final_norm(network.model))):
         learned.to(model.dtype).requires_grad_(False).eval()
     return network
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import some_rows
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.stage.library_probe import shallow_copy
+from ppd_runtime.models.stage.library_probe import final_norm, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
@@ -107,7 +107,8 @@ def model_end(model: PreTrainedModel, tokens: Sequence[int]) -> PreTrainedModel:
     """The model's final norm and its head for `tokens`, in float32, as a model without embedding and layers."""
     end, decoder = shallow_copy(model), shallow_copy(model.model)
     decoder.layers, decoder.embed_tokens = nn.ModuleList(), nn.Identity()
-    decoder.norm = copy.deepcopy(model.model.norm).float().requires_grad_(False)
+    name = final_norm(decoder)
+    setattr(decoder, name, copy.deepcopy(getattr(decoder, name)).float().requires_grad_(False))
     end.model, end.lm_head = decoder, with_floats(some_rows(model.lm_head, tokens)).float().requires_grad_(False)
     return end
 

@@ -206,7 +206,7 @@ class MainProcess:
     def _catch_up(self, first: int, most: int) -> CatchUp:
         """The tokens from `first` on, with the first layers' entries of at most `most` tokens."""
         newest = len(self.history) - 1
-        held = max(min(self.stage.length(0), newest) - first, 0)
+        held = max(min(self.stage.held_from(first, self.head_start), newest) - first, 0)
         tokens = self.history[first : first + most] if held > most else self.history[first:]
         entries = self.stage.export_entries(first, first + min(held, most), self.head_start) if held else None
         return CatchUp(DECIDER, self.begin.request, first, tokens, entries)

@@ -68,6 +68,7 @@ class RunAheadSubProcess:
         """Follow the request to its end."""
         prompt = self.begin.prompt_ids
         self.stage.begin(len(prompt) + self.begin.params.max_new_tokens)
+        self.stage.keep_states(2 * _MOST_OWED)  # owed entries, and what is ahead of them
         states = yield Call(self.stage.run, 0, self.stage.num_layers, prompt, 0)
         self._state = states[:, -1:] if len(self.chain) == len(prompt) else None
         self.coherence_layer_passes += self.stage.num_layers

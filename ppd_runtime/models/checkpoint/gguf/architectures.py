@@ -52,6 +52,8 @@ class Architecture:
     """If some layers have windows: the default period, whose last layer has none."""
     has_windows: bool = False
     """Whether layers have windows even if the file gives no length."""
+    convolutions: bool = False
+    """Whether the layers without heads of keys have a short convolution in the attention's place."""
     instead: Mapping[str, "Architecture"] = field(default_factory=dict)
     """The row of a file with one of these keys."""
     fixed: Mapping[str, float] = field(default_factory=dict)
@@ -266,6 +268,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ignored=("attention.layer_norm_rms_epsilon",),
     ),
     "ernie4_5": Architecture("ernie4_5", {**_RMS, **_SILU, "use_bias": tensor("blk.0.attn_output.bias")}),
+    "lfm2": Architecture(
+        "lfm2",
+        {
+            "norm_eps": number("attention.layer_norm_rms_epsilon"),
+            "conv_L_cache": whole("shortconv.l_cache"),
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+        },
+        convolutions=True,
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", {**_RMS, **_SILU, **_ATTENTION_BIAS}),
 }
 

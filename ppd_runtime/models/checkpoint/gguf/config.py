@@ -13,7 +13,7 @@ from ppd_runtime.models.checkpoint.hub import one_line
 
 _MOST_POSITIONS, _MOST_LAYERS = 2**24, 2**10
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_PATTERN = "attention.sliding_window_pattern"
+_PATTERN, _KV_HEADS = "attention.sliding_window_pattern", "attention.head_count_kv"
 
 
 def config_of(about: Metadata, architecture: Architecture, factors: Mapping[str, Tensor]) -> PretrainedConfig:
@@ -27,7 +27,7 @@ def config_of(about: Metadata, architecture: Architecture, factors: Mapping[str,
     Raises:
         ValueError: for settings that contradict each other or are not supported.
     """
-    sizes = _sizes(about)
+    sizes = _sizes(about, architecture)
     settings = {
         "rope_parameters": rope_parameters(about, architecture, sizes["head_dim"], factors),
         "tie_word_embeddings": "output.weight" not in about.tensors,
@@ -45,17 +45,19 @@ def config_of(about: Metadata, architecture: Architecture, factors: Mapping[str,
         raise ValueError(f"says what no {architecture.model_type} can be: {one_line(error)}; {OTHER_MODEL}") from error
 
 
-def _sizes(about: Metadata) -> dict[str, int]:
+def _sizes(about: Metadata, architecture: Architecture) -> dict[str, int]:
     """The model's sizes by the library's names. The tensors are checked against them."""
     hidden, heads = about.whole("embedding_length"), about.whole("attention.head_count")
-    kv_heads = about.whole("attention.head_count_kv", heads)
+    layers = about.whole("block_count", most=_MOST_LAYERS)
+    of_some = architecture.convolutions
+    kv_heads = about.of_some(_KV_HEADS, layers)[0] if of_some else about.whole(_KV_HEADS, heads)
     head_dim = about.whole("attention.key_length", max(1, hidden // heads))
     _check_attention(about, heads, kv_heads, head_dim)
     return {
         "vocab_size": _vocabulary(about, hidden),
         "hidden_size": hidden,
         "intermediate_size": about.whole("feed_forward_length"),
-        "num_hidden_layers": about.whole("block_count", most=_MOST_LAYERS),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -88,7 +90,9 @@ def _vocabulary(about: Metadata, hidden: int) -> int:
 
 
 def _layer_types(about: Metadata, architecture: Architecture, layers: int) -> dict[str, list[str]]:
-    """Which layers have windows, for classes that have both kinds."""
+    """Which layers have windows, or convolutions, for classes that have both kinds."""
+    if architecture.convolutions:
+        return {"layer_types": [_FULL if heads else "conv" for heads in about.of_some(_KV_HEADS, layers)[1]]}
     if architecture.windows is None:
         return {}
     if not (architecture.has_windows or about.has(WINDOW)):

@@ -66,6 +66,16 @@ class Metadata:
         period = self.whole(key, default)
         return [(layer + 1) % period != 0 for layer in range(layers)]
 
+    def of_some(self, key: str, layers: int) -> tuple[int, list[bool]]:
+        """A whole number that some layers share, and which these are: the others have 0."""
+        value = self._get(key)
+        if not isinstance(value, np.ndarray) or len(value) != layers:
+            raise self._odd(key, value)
+        found = {int(one) for one in value} - {0}
+        if len(found) != 1 or min(found) < 0 or value.dtype.kind not in "iu":
+            raise self._odd(key, value)
+        return found.pop(), [bool(one) for one in value]
+
     def expect(self, key: str, expected: float) -> None:
         """Raise ValueError if the file has the key with another value than expected."""
         value = self._get(key)

@@ -80,6 +80,7 @@ _PARTS: Mapping[str, Sequence[_Parts]] = {
     "block_sparse_moe.router.weight": (_Parts(("ffn_gate_inp.weight",)),),
     "shared_mlp.input_linear.weight": (_Parts(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), _half_the_rows),),
     "self_attn.sinks": (_Parts(("attn_sinks.weight",)),),
+    "conv.conv.weight": (_Parts(("shortconv.conv.weight",), lambda shape: (shape[0], shape[2])),),
 }
 """By endings of library names: tensors that its checkpoints store differently, in the forms of files."""
 _TURNED_EXPERTS: Mapping[str, Sequence[_Parts]] = {

@@ -80,7 +80,7 @@ WORDS: Mapping[str, Words] = {
         ("smollm starcoder refact codeshell minerva-7b", Words((_DIGITS, _GPT2))),
         ("command-r", Words((_DIGITS, _GPT2), "NFC")),
         ("exaone", Words((_DIGITS, _GPT2), "NFKC")),
-        ("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0", Words((_LLAMA3,), whole_first=True, begun=True)),
+        ("llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2", Words((_LLAMA3,), whole_first=True, begun=True)),
         ("smaug-bpe glm4 chatglm-bpe", Words((_LLAMA3,), whole_first=True)),
         ("dbrx", Words((_LLAMA3,))),
         ("minicpm5", Words((r"\p{N}{1,3}", _CASED % r"\p{N}+"))),
