@@ -20,7 +20,8 @@ class ReplyOptions(TypedDict, total=False):
     """Functions in OpenAI's form, or Python functions whose docstrings describe their arguments in Google's style. The
     template tells the model of them."""
     tool_choice: Any
-    """auto: the model decides; none: it is not told of the tools."""
+    """auto: the model decides; none: it is not told of the tools; required, or a tool's name: the reply is a call whose
+    arguments obey the tool's schema."""
     parallel_tool_calls: bool | None
     """False: one call at the most; the text ends behind it where the form of calls has an end."""
     tool_call_parser: str
@@ -68,9 +69,6 @@ def chat_turn(
     Raises:
         ValueError: see `chat_text` and `reading_of`.
     """
-    if use.is_forced:
-        given = use.named or use.choice
-        raise ValueError(f"tool_choice={given!r:.150}: a call cannot be required yet, give auto or none")
     told = [dict(tool.told) for tool in use.told]
     prompt = chat_text(messages, tokenizer, template, options, told)
     text = tokenizer.get_chat_template(template, told or None)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ppd_runtime.replies.call_grammar import LATER_MISTRAL, call_grammar
 from ppd_runtime.replies.choice import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplyFormats, knows_tools
 from ppd_runtime.replies.harmony import Harmony
 from ppd_runtime.replies.message import AssistantMessage, message_of
@@ -27,6 +28,8 @@ class ReplyReading:
     """Whether a reply may have several calls."""
     shown: frozenset[int] = frozenset()
     """Special tokens that the text has to have as they are written."""
+    grammar: str | None = None
+    """What the text has to look like, if it has to be a call."""
 
     def open(self) -> Reader:
         """A reader for one reply."""
@@ -39,9 +42,25 @@ class ReplyReading:
         return message_of([*reader.push(text), *reader.finish()])
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """A request's settings: where one call is wanted, the text ends behind it."""
-        end = self.kind.end_of_call
-        return params if self.parallel or end is None else replace(params, stop=(*params.stop, end))
+        """A request's settings: a text of one call at the most ends behind it, one that has to be a call is one.
+
+        Raises:
+            ValueError: if a schema of arguments cannot be kept to, or the text has to look like something else, too.
+        """
+        if self.grammar is None:
+            end = self.kind.end_of_call
+            return params if self.parallel or end is None else replace(params, stop=(*params.stop, end))
+        if params.form is not None:
+            raise ValueError(
+                f"tool_choice: the text has a {params.form.setting}, so it is no call: leave one of them out"
+            )
+        try:
+            return replace(params, grammar=self.grammar)
+        except ValueError as error:
+            what = str(error).removeprefix("grammar: ")
+            raise ValueError(
+                f"tools: a call cannot be required, the tools make a grammar that fails: {what}"
+            ) from error
 
 
 def reading_of(
@@ -57,9 +76,10 @@ def reading_of(
         formats: how replies are read where that does not depend on the template.
 
     Raises:
-        ValueError: if the model cannot be told of tools, or its form of calls is unknown.
+        ValueError: if the model cannot be told of tools, its form of calls is unknown, or cannot be required.
     """
-    kind = _kind(template, use, formats)
+    form = _form(template, use, formats)
+    kind = TOOL_CALL_PARSERS[form] if form else None
     thinking = _thinking(template, prompt, formats)
     if thinking is not None and thinking == REASONING_PARSERS["gpt_oss"]:
         kind = kind or Harmony
@@ -68,10 +88,20 @@ def reading_of(
     marks = {*(kind.markers if kind else ()), *((thinking.opens, thinking.closes) if thinking else ())}
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     shown = frozenset(special[mark] for mark in marks if mark in special)
-    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown)
+    grammar = None
+    if form is not None and use.is_forced:
+        several = use.parallel and use.choice == "required"
+        grammar = call_grammar(_written(form, template), use.schemas, several, thinking, special)
+    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown, grammar)
 
 
-def _kind(template: str, use: ToolUse, formats: ReplyFormats) -> type[Reader] | None:
+def _written(form: str, template: str) -> str:
+    """The form's name in `call_grammar`."""
+    return LATER_MISTRAL if form == "mistral" and "[ARGS]" in template else form
+
+
+def _form(template: str, use: ToolUse, formats: ReplyFormats) -> str | None:
+    """The name of the form of calls; None if no tools are told."""
     if not use.told:
         return None
     if not knows_tools(template):
@@ -83,7 +113,7 @@ def _kind(template: str, use: ToolUse, formats: ReplyFormats) -> type[Reader] | 
     if name is None:
         known = ", ".join(TOOL_CALL_PARSERS)
         raise ValueError(f"tools: the chat template does not show how calls are written: set tool_call_parser: {known}")
-    return TOOL_CALL_PARSERS[name]
+    return name
 
 
 def _thinking(template: str, prompt: str, formats: ReplyFormats) -> Thinking | None:

@@ -23,6 +23,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+BAD = {"type": "object", "properties": {"a": {"type": "nothing"}}}
 TIME = {"type": "function", "function": {"name": "time"}}
 USER = {"role": "user", "content": "How is it in Zürich?"}
 CALLS = (
@@ -120,6 +121,29 @@ def test_choices_have_calls_of_their_own(client: openai.OpenAI, written: Written
     assert sorted(filter(None, reasons)) == ["stop", "tool_calls"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "place"}}])
+def test_a_call_can_be_required_of_any_model(
+    model_folder: Callable[..., Path], tmp_path: Path, choice: str | dict[str, Any]
+) -> None:
+    (tmp_path / "chat.jinja").write_text(HERMES)
+    cities = {"type": "object", "properties": {"city": {"enum": ["Zug", "Zürich"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "place", "parameters": cities}}
+    asked = {"messages": [USER], "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0}
+    plain = OrdinaryDecoding(model_folder("llama", num_layers=2, max_position_embeddings=2048))
+    with (
+        running(plain, chat_template=tmp_path / "chat.jinja", served_model_name="tiny") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as client,
+    ):
+        (whole,) = client.chat.completions.create(model="tiny", **asked).choices
+        with client.chat.completions.stream(model="tiny", **asked) as stream:
+            (streamed,) = stream.get_final_completion().choices
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    ((name, arguments),) = made(whole.message)
+    assert (name, json.loads(arguments)["city"] in ("Zug", "Zürich")) == ("place", True)
+    assert made(streamed.message) == [(name, arguments)]
+    assert streamed.finish_reason == "tool_calls"
+
+
 def test_without_a_choice_of_tools_their_marks_are_text(client: openai.OpenAI, written: Written) -> None:
     written.replies = deque([CALLS])
     for settings in ({"tool_choice": "none"}, {"tools": []}):
@@ -169,7 +193,12 @@ def test_a_form_can_be_named(written: Written, tmp_path: Path) -> None:
         ({"tools": {"a": 1}}, "tools", "tools={'a': 1}"),
         ({"tool_choice": "weather?"}, "tool_choice", "is no tool of the request, give one of time, weather"),
         ({"tool_choice": 5}, "tool_choice", "tool_choice=5"),
-        ({"tool_choice": "required"}, "tool_choice", "a call cannot be required yet"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
+        (
+            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}]},
+            "tools",
+            "a call cannot be required, the tools make a grammar that fails",
+        ),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "parallel_tool_calls='no'"),
         ({"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}, "messages", "which no message before"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages", "names no function"),

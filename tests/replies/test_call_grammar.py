@@ -1,0 +1,159 @@
+"""Replies that have to be calls: whatever a model would rather write, they are, and arguments obey their schemas."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from models_for_tests import VOCAB_SIZE, build_tokenizer
+
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
+from ppd_runtime.replies.choice import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplyFormats
+from ppd_runtime.replies.reading import reading_of
+from ppd_runtime.replies.tools import tool_use
+
+ANY = "{{ tools }}{{ messages | tojson }}"
+TEMPLATES = {
+    "hermes": f"<tool_call>{ANY}",
+    "qwen3_coder": f"<tool_call><function=<parameter={ANY}",
+    "llama3_json": f"<|eot_id|>{ANY}",
+    "mistral": f"[TOOL_CALLS]{ANY}",
+    "mistral's later form": f"[TOOL_CALLS][ARGS]{ANY}",
+    "gemma": f"<start_of_turn>{ANY}",
+    "gpt_oss": f"<|channel|><|message|>{ANY}<|start|>assistant",
+}
+MARKS = ["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "enum": ["Zug", "Zürich"]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 7},
+                    "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 1},
+                },
+                "required": ["city", "days"],
+                "$defs": {"place": {"enum": ["in", "out"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time"}},
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+USER = {"role": "user", "content": "Weather?"}
+MOST = {"max_new_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[..., Path]) -> Path:
+    """A model whose tokenizer has marks as special tokens."""
+    found = model_folder("llama", num_layers=2, vocab_size=VOCAB_SIZE + 16, max_position_embeddings=4096, seed=5)
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def special(folder: Path) -> OrdinaryDecoding:
+    return OrdinaryDecoding(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(model_folder: Callable[..., Path]) -> OrdinaryDecoding:
+    return OrdinaryDecoding(model_folder("llama", num_layers=2, max_position_embeddings=4096, seed=6))
+
+
+def check_calls(message: Any) -> list[str]:
+    """The names of a message's calls, whose arguments are what their tools take."""
+    for call in message.tool_calls:
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, SCHEMAS[call.name])
+        assert set(arguments) <= set(SCHEMAS[call.name].get("properties", ()))
+    return [call.name for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+@pytest.mark.parametrize("decoder", ["plain", "special"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "seed": 3}])
+def test_a_reply_that_has_to_be_a_call_is_one(
+    request: pytest.FixtureRequest, form: str, decoder: str, settings: dict
+) -> None:
+    generator = request.getfixturevalue(decoder)
+    asked = {"chat_template": TEMPLATES[form], "tools": TOOLS, **MOST, **settings}
+    result = generator.chat([USER], tool_choice="required", parallel_tool_calls=False, **asked)
+    assert result.finish_reason in ("eos", "stop"), result.text
+    assert (len(check_calls(result.message)), result.message.content) == (1, None)
+    named = generator.chat([USER], tool_choice="weather", **asked)
+    assert check_calls(named.message) == ["weather"]
+    result = generator.chat([USER], tool_choice="required", **{**asked, "max_new_tokens": 1500})
+    assert 1 <= len(check_calls(result.message)) <= 16
+
+
+def test_every_layout_gives_the_same_call(folder: Path, special: OrdinaryDecoding) -> None:
+    asked = {"chat_template": TEMPLATES["hermes"], "tools": TOOLS, "tool_choice": "weather", **MOST}
+    expected = special.chat([USER], **asked)
+    for layout in ({"k": 2}, {"stages": 2, "rows": 2, "k": 2, "cuts": (1,)}, {"stages": 1}):
+        with PPDRuntime(folder, transport="local", dtype="float32", **layout) as runtime:
+            found = runtime.chat([USER], **asked)
+        assert (found.text, check_calls(found.message)) == (expected.text, ["weather"])
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_thinking_may_come_first(plain: OrdinaryDecoding, is_open: bool) -> None:
+    template = f"{TEMPLATES['hermes']}<think>{'' if is_open else '</think>'}"
+    prompt = plain.chat_prompt([USER], template)
+    use = tool_use(TOOLS, "weather")
+    reading = reading_of(template, prompt, plain.tokenizer, use, ReplyFormats())
+    assert reading is not None
+    assert reading.thinking == REASONING_PARSERS["think"]._replace(is_open=is_open)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug", "days": 2}}\n</tool_call>'
+    for text in ([] if is_open else [call]) + [f"{'' if is_open else '<think>'}Hm </thin.</think>\n\n{call}"]:
+        assert is_taken(plain, reading.grammar, text), text
+        assert check_calls(reading.message_of(text)) == ["weather"]
+    for text in ("Hm.", call.replace("Zug", "Bern"), call.replace("days", "day"), f"<think></think>Hm.{call}"):
+        assert not is_taken(plain, reading.grammar, text), text
+
+
+def is_taken(decoder: OrdinaryDecoding, grammar: str | None, text: str) -> bool:
+    """Whether a grammar takes a whole text."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer(decoder.tokenizer.backend_tokenizer.to_str())
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    tokens = decoder.tokenizer.encode(text, add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("form", "parameters", "message"),
+    [
+        (
+            "hermes",
+            {"type": "object", "properties": {"a": {"type": "nothing"}}},
+            "tools: a call cannot be required, .*",
+        ),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "x+"}}}, "its text 'a' has 'pattern'"),
+    ],
+)
+def test_arguments_that_cannot_be_kept_to_are_refused(
+    plain: OrdinaryDecoding, form: str, parameters: dict, message: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(ValueError, match=message):
+        plain.chat([USER], chat_template=TEMPLATES[form], tools=[tool], tool_choice="f")
+
+
+def test_a_reply_has_one_form(plain: OrdinaryDecoding) -> None:
+    asked = {"chat_template": TEMPLATES["hermes"], "tools": TOOLS}
+    with pytest.raises(ValueError, match="tool_choice: the text has a regex, so it is no call: leave one of them out"):
+        plain.chat([USER], tool_choice="required", regex="a+", **asked)
+
+
+def test_each_form_can_be_required() -> None:
+    assert {form.split("'")[0] for form in TEMPLATES} == set(TOOL_CALL_PARSERS)
