@@ -139,6 +139,7 @@ class LlamaCppLookup:
             n_ctx=task.context + _LOOKED_UP + 1,
             n_threads=task.threads,
             n_threads_batch=task.threads,
+            logits_all=True,  # else its table of scores is too short for a longer prompt
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_LOOKED_UP),
             verbose=False,
         )
