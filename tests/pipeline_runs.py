@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.methods.ordinary import autoregressive
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.library_probe import has_states
 from ppd_runtime.models.stage.state_range import StateRange
@@ -120,11 +121,20 @@ class Bench:
         """A text's tokens."""
         return load_tokenizer(self.info).encode(text)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What tokens say, without special ones."""
+        return load_tokenizer(self.info).decode(token_ids, skip_special_tokens=True)
+
+    def sampler(self, prompt: Sequence[int], params: SamplingParams) -> Sampler:
+        """A request's, as a worker makes it."""
+        constraint = constraint_of(self.info, params, len(prompt))
+        return Sampler(params, len(prompt), self.info.eos_token_ids, constraint)
+
     def ordinary(self, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         """The oracle."""
         stage = self.stage()
         capacity = len(prompt) + params.max_new_tokens
-        told = list(autoregressive(stage, prompt, capacity, Sampler(params, len(prompt)), self._stop(params)))
+        told = list(autoregressive(stage, prompt, capacity, self.sampler(prompt, params), self._stop(params)))
         return Decoded([token for token, *_ in told], told[-1][-1] or "", stage.decisive)
 
     def pipelined(
@@ -143,7 +153,7 @@ class Bench:
     ) -> Decoded:
         """PPD over a network with the order of `seed` (None: fair); sub-processes in `lost` never answer."""
         network, ranks = MachineNetwork(seed, impatience), range(1, (workers or k) + 1)
-        begin, sampler = begin_message(prompt, params), Sampler(params, len(prompt))
+        begin, sampler = begin_message(prompt, params), self.sampler(prompt, params)
         for rank in lost:
             network.add(rank, iter_forever())
         main = MainProcess(self.stage(), exit_layer, ranks, network.send, begin, not run_ahead, policy)
@@ -185,12 +195,13 @@ class Bench:
     ) -> Decoded:
         """The staged layout over a network with the order of `seed` (None: fair)."""
         network, begin = MachineNetwork(seed, impatience), begin_message(prompt, params)
-        sampler = Sampler(params, len(prompt))
+        sampler = self.sampler(prompt, params)
         stages = [self.stage(last, first) for first, last in pairwise([0, *cuts, self.info.num_layers])]
         rows_of = [TreeRange(stage, MOST_HELD) for stage in stages]
         size = len(stages)
         heads = [head or ModelHead(stage, sampler) for stage in stages]
-        first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin)
+        constraint = sampler.constraint
+        first = FirstStage(rows_of[0], heads[0], size, k, rows, network.send, begin, constraint=constraint)
         others = [MiddleStage(rows_of[i], heads[i], i + 1, size, k, network.send, begin) for i in range(1, size - 1)]
         last = LastStage(rows_of[-1], self.info.num_layers, range(1, size), network.send, begin, policy)
         for machine in (first, *others):

@@ -18,7 +18,6 @@ from ppd_runtime.pipeline.staged.middle_stage import MiddleStage
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_HELD
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 
@@ -42,7 +41,7 @@ class StagedRun:
         self.draft_network, self.told_layers = network, told_layers
         self.bench, self.begin, self.k, self.rows = bench, begin_message(prompt, params), k, rows
         self.borders = list(pairwise([0, *cuts, bench.info.num_layers]))
-        self.network, self.sampler = MachineNetwork(seed), Sampler(params, len(prompt))
+        self.network, self.sampler = MachineNetwork(seed), bench.sampler(prompt, params)
         self.restarts = 0
         """Of the last stage, but the first."""
         for rank in self.others:
@@ -122,6 +121,7 @@ class StagedRun:
         head = ModelHead(stage._stage, self.sampler)
         if rank == 1:
             drafts = self.drafts()
-            yield from FirstStage(stage, head, size, self.k, self.rows, send, message, network=drafts).serve()
+            own = {"network": drafts, "constraint": self.sampler.constraint}
+            yield from FirstStage(stage, head, size, self.k, self.rows, send, message, **own).serve()
         else:
             yield from MiddleStage(stage, head, rank, size, self.k, send, message).serve()

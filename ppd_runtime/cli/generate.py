@@ -14,6 +14,7 @@ import typer
 from ppd_runtime.cli import options
 from ppd_runtime.cli.drafting import DRAFTING, SWIFT
 from ppd_runtime.cli.errors import one_line_errors
+from ppd_runtime.cli.form import FORM, Form, read_text
 from ppd_runtime.cli.options import Method, Settings, takes
 from ppd_runtime.cli.outputs import check_image, check_outputs, give_json
 from ppd_runtime.imports import quick_imports
@@ -81,6 +82,7 @@ LAYOUT = options.group(RuntimeConfig, LAYOUT_SETTINGS, panel=LAYOUT_PANEL, given
     swift=SWIFT,
     place=options.COMPILED,
     sampling=options.sampling(*options.SAMPLING, "timeout_s"),
+    form=FORM,
     outputs=options.group(Outputs, make=Outputs),
 )
 def generate(
@@ -97,6 +99,7 @@ def generate(
     swift: Settings,
     place: Settings,
     sampling: Settings,
+    form: Form,
     add_special_tokens: Annotated[
         bool, typer.Option(help="Whether the prompt gets the tokenizer's special tokens.")
     ] = True,
@@ -110,7 +113,7 @@ def generate(
 
         outputs.check()
         text = _read_prompt(prompt, prompt_file)
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**sampling, **form.settings())
         generator = opened(model, method, **own, **place, trace=outputs.traced)
         live = Live.TOKENS if outputs.as_json else Live.BOUNDARIES
         generation = generator.request(text, params, live, add_special_tokens)
@@ -191,7 +194,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
-        return _read_file(file)
+        return read_text("--prompt-file", file)
     if prompt is not None:
         return _from_terminal(prompt)
     if sys.stdin.isatty():
@@ -214,15 +217,6 @@ def _read_standard_input() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: no UTF-8 text at byte {error.start}; give a text") from error
-
-
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--prompt-file {file}: {error.strerror}; give a text file") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {file}: no UTF-8 text at byte {error.start}; give a text file") from error
 
 
 def show_progress(line: str) -> None:

@@ -265,8 +265,12 @@ class TextGenerator(ABC):
         return Generation(self, self._prompt_ids(prompt, params, add_special_tokens), params, live, shown)
 
     def settled(self, params: SamplingParams) -> SamplingParams:
-        """The settings that a request runs with: the given ones, else the model's own, and a seed."""
-        return params.settled(self.defaults.params)
+        """The settings that a request runs with: the given ones, else the model's own, and a seed.
+
+        A text that has to look like something ends at the tokenizer's end token if the model names none.
+        """
+        params = params.settled(self.defaults.params)
+        return params if params.form is None or self.info.eos_token_ids else self.chat_params(params)
 
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """A prompt's token ids; ValueError if it is no prompt."""

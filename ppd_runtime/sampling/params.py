@@ -152,14 +152,14 @@ class SamplingParams:
     """Whether the scores become log-probabilities in the end."""
 
     schema: str | Mapping[str, Any] | type | None = field(default=None, metadata=_ADDED)
-    """The text is JSON that this JSON schema allows: a mapping, a JSON text, or a pydantic model class. What it may be
-    is decided at each token; when it is complete, it ends."""
+    """The text is JSON that a JSON schema allows. Give a mapping, a JSON text, or a pydantic model class. As with the
+    three settings below, of which a request may have one, other tokens are never chosen, and a complete text ends."""
     regex: str | None = field(default=None, metadata=_ADDED)
     """The whole text matches this regular expression, in the syntax of Rust's regex package."""
     choice: tuple[str, ...] | None = field(default=None, metadata=_ADDED)
-    """The text is one of these; may be given again."""
+    """The text is this one; give it again for each text that it may be."""
     grammar: str | None = field(default=None, metadata=_ADDED)
-    """The text is one of this grammar's, in Lark's syntax as llguidance takes it."""
+    """The text is one of a grammar's, in Lark's syntax as llguidance takes it."""
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, _MOST)

@@ -112,7 +112,8 @@ class Service:
             try:
                 generations, echoes, reading = await self.in_thread(prepare)
             except ValueError as error:
-                raise refused(error, "messages" if isinstance(asked, ChatRequest) else "prompt") from error
+                about = "messages" if isinstance(asked, ChatRequest) else "prompt"
+                raise refused(asked.in_own_words(error), about) from error
             for generation, place in zip(generations, places, strict=True):
                 generation.place = place
             sizes = [generation.prompt_tokens for generation in generations]

@@ -12,7 +12,8 @@ from ppd_runtime.sampling.token_lists import biases
 from ppd_runtime.server.body import Body
 from ppd_runtime.server.conversations import Messages, WithTools
 from ppd_runtime.server.errors import shown
-from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING, Hints
+from ppd_runtime.server.forms import Formed
+from ppd_runtime.server.left_aside import ASKS_FOR_NOTHING
 
 _LARGEST_SEED = 2**64 - 1
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -74,7 +75,7 @@ class PpdOptions(Body):
     """What every process computes, and what `foreseen` asks for."""
 
 
-class Sampling(Hints):
+class Sampling(Formed):
     """What both kinds of completion take."""
 
     model: str | None = None
@@ -149,6 +150,7 @@ class Sampling(Hints):
             None,
             {
                 **settings,
+                **self.form(),
                 "temperature": usual if self.temperature is None else self.temperature,
                 "max_new_tokens": most_tokens,
                 "seed": seed,

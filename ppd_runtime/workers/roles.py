@@ -138,6 +138,7 @@ class StagedRole(Role):
                 layout.row_cost,
                 self._earlier,
                 self._network(session.begin, sampler),
+                sampler.constraint,
             )
         if self._fits_one_process(session.begin):
             begin = session.begin
@@ -207,6 +208,7 @@ class StagedRole(Role):
             earlier=self._earlier,
             network=self._network(session.begin, sampler),
             drafter=layout.drafter,
+            constraint=sampler.constraint,
         )
 
     def take_turn(self, session: Session, rows: int, is_alone: bool) -> None:

@@ -71,6 +71,7 @@ JOB_WITHOUT_OPTION = WITHOUT_OPTION.keys() - OF_JOBS | {
     "run_ahead",
     "timeout_s",
     "drafter_device",  # a process that Ray does not start
+    *("schema", "regex", "choice", "grammar"),  # a batch's texts are of several kinds
 }
 NEGATED = {"no_run_ahead": "run_ahead", "no_repetitions": "repetitions", "no_generation_config": "generation_config"}
 OWN = {setting.name: setting for kind in (RuntimeConfig, SamplingParams) for setting in fields(kind)}
@@ -171,6 +172,11 @@ def test_json_holds_the_oracles_tokens(model_folder: Callable[..., Path], given:
         ("--json=out.json", "--json prints on standard output and takes no file: give --out out.json"),
         ("--out /no/such/folder/x", "give a file in a folder that exists"),
         ("--method medusa", "is not one of"),
+        ("--schema /no/such/file", "--schema /no/such/file: No such file or directory; give a text file"),
+        ("--regex ab(c", "regex: at character 3 of 'ab(c': unclosed group; mend it"),
+        ("--grammar /dev/null", "--grammar '': give a text of 1 to"),
+        ("--choice a --regex a", "choice: regex is given as well, give one of them"),
+        ("--choice a --ignore-eos", "--ignore-eos: a text with a choice ends when it is complete, leave one out"),
     ],
 )
 def test_mistakes_are_one_line(model_folder: Callable[..., Path], given: str, message: str) -> None:

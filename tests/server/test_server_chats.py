@@ -87,7 +87,7 @@ def test_an_answers_message_is_one_of_the_next_request(server: Running) -> None:
         ({"chat_template": TEMPLATE}, "chat_template", "does not support it"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not tell it of tools"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "does not support it"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "type='structural_tag', choose one of"),
         ({"web_search_options": {}}, "web_search_options", "does not support it"),
         ({"messages": [{"role": "user", "content": [{}] * 5000}]}, "messages", "is no text"),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages", "has audio"),

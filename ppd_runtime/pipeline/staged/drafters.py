@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ppd_runtime.pipeline.staged.earlier_texts import NOWHERE, EarlierTexts, InGenerations
 from ppd_runtime.pipeline.staged.suffix_automaton import LONGEST, Cursor, SuffixAutomaton
+from ppd_runtime.request_error import RequestError
+from ppd_runtime.sampling.constraint import Constraint
 
 _LENGTHS = 2, 3, 4, 5, 6, 7, 8, 12, 16
 """The least tokens of a match in each bin; a shorter match names nothing."""
@@ -21,6 +23,7 @@ class Source(IntEnum):
 
     OWN_TEXT = 0
     EARLIER_TEXTS = 1
+    GRAMMAR = 2
 
 
 _SAID = {
@@ -29,6 +32,8 @@ _SAID = {
 }
 """The share of right guesses by length of match, before experience. No two numbers are equal, so a `GuessRecord` keeps
 the experience of each source and length apart."""
+CERTAIN = 1.0
+"""What a grammar says of the only token that it allows."""
 
 
 class Draft(NamedTuple):
@@ -139,6 +144,28 @@ class FromEarlierTexts:
     def guesses(self, cursor: InGenerations) -> Sequence[Draft]:
         """Implements `Drafter.guesses`."""
         return _drafts(Source.EARLIER_TEXTS, self._texts.guess(cursor))
+
+
+class FromGrammar:
+    """Names the only token that a request's grammar allows, if there is one, and says which others it allows.
+
+    It is no `Drafter`: what it says counts before all that drafters say.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+
+    def guess(self, text: Sequence[int]) -> Draft | None:
+        """The token that has to follow a text, the prompt's tokens included."""
+        try:
+            token = self._constraint.forced(self._constraint.place(text))
+        except RequestError:  # a guess fails nobody
+            return None
+        return None if token is None else Draft(token, CERTAIN, Source.GRAMMAR, 0)
+
+    def allows(self, text: Sequence[int], token: int) -> bool:
+        """Whether a token may follow a text."""
+        return self._constraint.allows(self._constraint.place(text), token)
 
 
 def _drafts(source: Source, guess: tuple[int, int] | None) -> Sequence[Draft]:

@@ -18,6 +18,7 @@ from ppd_runtime.pipeline.staged.follower import FollowerStage
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
 from ppd_runtime.pipeline.staged.tree import Node
+from ppd_runtime.sampling.constraint import Constraint
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 
 _TICK = 1  # layers' time by which later stages may lag this one
@@ -48,12 +49,13 @@ class FirstStage(FollowerStage):
         earlier: EarlierTexts | None = None,
         network: NetworkDrafts | None = None,
         drafter: int | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         super().__init__(stage, head, 1, num_stages, k, send, begin)
         self._drafter, self._is_answered = drafter, drafter is not None
         self.num_stages, self.rows = num_stages, rows
         self._network = network
-        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network)
+        self._choice = (calibration or GuessRecord(), repetitions, only_chains, row_cost, earlier, network, constraint)
         self.first_boundary = [0] * num_stages
         """Tokens that boundary 1, 2, … was the first to name; last, those that none named."""
         self._counted_to = 0  # position; a new attempt runs its tokens again

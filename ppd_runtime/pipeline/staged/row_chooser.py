@@ -11,10 +11,11 @@ from torch import Tensor
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.pipeline.speculation_policy import Guessing
 from ppd_runtime.pipeline.staged.chances import NETWORK, Guess, GuessRecord, Successors
-from ppd_runtime.pipeline.staged.drafters import Draft, Drafter, FromEarlierTexts, OwnText
+from ppd_runtime.pipeline.staged.drafters import CERTAIN, Draft, Drafter, FromEarlierTexts, FromGrammar, OwnText
 from ppd_runtime.pipeline.staged.earlier_texts import EarlierTexts
 from ppd_runtime.pipeline.staged.network_drafts import NetworkDrafts
 from ppd_runtime.pipeline.staged.tree import MOST_NODES, Node, NodeTree, number_of
+from ppd_runtime.sampling.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class RowChooser:
         only_chains: whether a pass' rows form one chain, for devices where others cost a pass each.
         row_cost: what a further row adds to a pass, as a share of the first one's time.
         network: a drafter's, or a draft model, which boundary 0 asks too.
+        constraint: the request's, which names what has to follow, and keeps boundary 0 from naming what cannot.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RowChooser:
         row_cost: float,
         earlier: EarlierTexts | None = None,
         network: NetworkDrafts | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.tree, self.last_position, self.calibration = tree, last_position, calibration
         self.only_chains, self.row_cost = only_chains, row_cost
@@ -72,6 +75,7 @@ class RowChooser:
         if earlier is not None:
             self._drafters.append(FromEarlierTexts(earlier))
         self._least_chance = _LEAST_CHANCE if row_cost else _LEAST_OF_FREE
+        self._grammar = None if constraint is None else FromGrammar(constraint)
         self._followed = 0  # certain tokens that the drafters know
         self._network, self._states = network, dict[int, Tensor]()
         self._heard = 1  # position of the first token that the network does not know; no state is before the first
@@ -184,7 +188,7 @@ class RowChooser:
 
     def _name_drafts(self, nodes: Sequence[Node], chances: Sequence[float], asks_network: bool = True) -> None:
         """Have drafters name what may follow nodes, their paths' chances given; a network is asked once for all."""
-        if self.guessing < Guessing.REPETITIONS:
+        if self.guessing < Guessing.REPETITIONS and self._grammar is None:
             return
         self.follow_text()
         doubtful, chance = list[Node](), 0.0
@@ -206,9 +210,17 @@ class RowChooser:
 
     def _name_repetitions(self, node: Node) -> float:
         """Have the text's drafters name what may follow a node; returns the highest chance of a guess."""
+        text = self.tree.text(node) if self._grammar is not None else ()
+        if self._grammar is not None and (forced := self._grammar.guess(text)) is not None:
+            self.name(node, 0, [(forced.token, forced.said)])
+            return forced.said
+        if self.guessing < Guessing.REPETITIONS:
+            return 0.0
         path = self.tree.guessed(node)
         drafts: dict[int, Draft] = {}
         for draft in chain.from_iterable(self._ask_each(lambda drafter: _drafts_behind(drafter, path))):
+            if self._grammar is not None and not self._grammar.allows(text, draft.token):
+                continue
             if draft.token not in drafts or draft.said > drafts[draft.token].said:
                 drafts[draft.token] = draft
         likeliest = sorted(drafts.values(), key=lambda draft: -draft.said)
@@ -273,17 +285,25 @@ class RowChooser:
         self, node: Node, chance: float, of_children: dict[int, float] | None = None
     ) -> list[_Candidate]:
         """Candidates after a node whose whole path has this chance; stores the chances of its children."""
-        successors = self._successors.get(node.number) if self.guessing != Guessing.NOTHING else None
-        if successors is None or node.position >= self.last_position:
+        if node.position >= self.last_position:
             return []
         found: list[_Candidate] = []
-        for token, own in successors.chances(self.calibration).items():
+        for token, own in self._chances_behind(node).items():
             if (child := node.children.get(token)) is None:
                 if chance * own >= self._least_chance:
                     found.append(_Candidate(chance * own, node, token))
             elif of_children is not None:
                 of_children[child.number] = chance * own
         return found
+
+    def _chances_behind(self, node: Node) -> dict[int, float]:
+        """The chance of each token that was named to follow a node; where nothing is guessed, of what has to follow."""
+        if (successors := self._successors.get(node.number)) is None:
+            return {}
+        if self.guessing == Guessing.NOTHING:
+            forced = () if self._grammar is None else successors.by_boundary.get(0, ())
+            return {token: said for token, said in forced if said == CERTAIN}
+        return successors.chances(self.calibration)
 
     def _likeliest(self, waiting: list[_Candidate], most: int, has_rows: bool) -> list[_Candidate]:
         """Take the likeliest candidate of a heap, and with a network those that are nearly as likely, at most `most`.

@@ -17,6 +17,7 @@ from ppd_runtime.pipeline.staged.node_passes import run_nodes
 from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
 from ppd_runtime.pipeline.staged.tree import RowState
+from ppd_runtime.sampling.constraint import Constraint
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
@@ -48,6 +49,7 @@ class SingleStage(StagedDecider):
         row_cost: float = 0.0,
         earlier: EarlierTexts | None = None,
         network: NetworkDrafts | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         super().__init__(stage, send, begin, policy)
         self.rows = rows
@@ -57,7 +59,7 @@ class SingleStage(StagedDecider):
         last_position = len(begin.prompt_ids) + begin.params.max_new_tokens - 2
         record = calibration or GuessRecord()
         self._chooser = RowChooser(
-            self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier, network
+            self._tree, last_position, record, repetitions, stage.only_chains, row_cost, earlier, network, constraint
         )
 
     def take_turn(self, rows: int) -> None:

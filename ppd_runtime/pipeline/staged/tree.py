@@ -73,6 +73,9 @@ class Text(Sequence[int]):
     def __getitem__(self, place: slice) -> list[int]: ...
     def __getitem__(self, place: int | slice) -> int | list[int]:
         if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            if step == 1 and start <= self.known <= stop:
+                return [*self.history[start : self.known], *self.behind[: stop - self.known]]
             return [*self][place]
         index = range(len(self))[place]
         return self.history[index] if index < self.known else self.behind[index - self.known]
