@@ -62,6 +62,17 @@ def test_a_stage_that_is_killed_within_a_prompt_of_several_chunks_has_a_successo
     assert runtime.restarts == before + 1
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 3}])
+def test_a_text_with_a_schema_survives_each_stage(runtime, ordinary, settings):
+    """Also one of a process that has never seen the vocabulary before; the demo model's tokenizer is read by all."""
+    properties = {name: {"type": "string", "minLength": 12, "maxLength": 20} for name in ("path", "line", "word")}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    settings = settings | {"max_new_tokens": 120, "schema": schema}
+    expected = _expected(ordinary, settings)
+    for name in NAMES:
+        assert _text(runtime, settings, lambda name=name: _send(name, signal.SIGKILL)) == expected
+
+
 def _expected(ordinary, settings):
     return list(ordinary.generate(PROMPT, **settings).token_ids)
 
@@ -71,7 +82,7 @@ def _text(runtime, settings, mishap):
     events = [next(stream) for _ in range(20)]
     mishap()
     events += stream
-    assert [event.position for event in events] == list(range(len(PROMPT), len(PROMPT) + TOKENS))
+    assert [event.position for event in events] == list(range(len(PROMPT), len(PROMPT) + len(events)))
     return [event.token_id for event in events]
 
 
