@@ -33,7 +33,8 @@ def constraint_of(info: ModelInfo, params: SamplingParams, prompt_size: int) -> 
     """
     if (form := params.form) is None:
         return None
-    ends = info.eos_token_ids.union(params.eos_token_ids)
+    named = info.eos_token_ids.union(params.eos_token_ids)
+    ends = {end for end in named if end < info.vocab_size}  # a model's files may name others
     if not ends:
         raise ValueError(f"{form.setting}: model {info.name!r} has no token that ends a text, give eos_token_ids")
     start = max(prompt_size - params.num_generated, 0)
