@@ -8,7 +8,7 @@ from grids import nightly
 from seeds import SEED
 
 from benchmarks import __main__ as everything
-from benchmarks import decode, faults, hop, layouts, serving, startup
+from benchmarks import decode, faults, forms, hop, layouts, serving, startup
 from benchmarks.recording import environment, slug
 
 
@@ -67,6 +67,12 @@ def test_hop():
 
 
 @nightly
+def test_forms():
+    found = figures(forms, ["--model", "demo", "--rounds", "1", "--tokens", "12"])
+    assert [len(row["pairs"]) for row in found["rows"]] == [1, 1]
+    assert all(row["mask_us"] > 0 and row["tokens"] == 12 for row in found["rows"])
+
+
 def test_startup():
     found = figures(startup, ["--rounds", "1", "--only", "help; k=1, threads", "--prompt-tokens", "300"])
     assert [len(row["seconds"]) for row in found["rows"]] == [2, 2]
