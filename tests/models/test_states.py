@@ -135,6 +135,17 @@ def test_what_a_token_leaves_travels(folder_of: Callable[[str], Path], family: s
         stage.export_entries(2, 3, 4)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "jamba"])
+def test_a_prompt_in_chunks_gives_the_librarys_text(folder_of: Callable[[str], Path], family: str) -> None:
+    """A chunk starts from the state before it. Where the library begins without it, a prompt is one chunk."""
+    folder, model = folder_of(family), Specimen(family).build()
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([TEXT[:37]]), do_sample=False, max_new_tokens=8)[0, 37:].tolist()
+    got = OrdinaryDecoding(str(folder), dtype="float32").generate(TEXT[:37], max_new_tokens=8, ignore_eos=True)
+    assert list(got.token_ids) == expected
+    assert describe(str(folder)).longest_in_chunks == (0 if family == "jamba" else None)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exit_states_are_measured_from_any_token_on(folder_of: Callable[[str], Path], family: str) -> None:
     """States of earlier tokens may be gone by then."""
