@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -12,6 +13,7 @@ from ppd_runtime.launch.gpus import free_bytes
 from ppd_runtime.launch.memory_needs import drafter_needs, layer_entry_bytes, whole_weight_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.state_sizes import layer_state_bytes
+from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
 from ppd_runtime.models.stage.library_probe import kept_by_layers
 from ppd_runtime.settings.layouts import DECIDER, StagedLayout
 from ppd_runtime.workers.spec import WorkerSpec
@@ -32,14 +34,15 @@ def cache_room(specs: Sequence[WorkerSpec], are_here: bool) -> int | None:
     if not main.layout.cuts or not are_here or (main.device.startswith("cuda") and not torch.cuda.is_available()):
         return None
     weights, entries = defaultdict[str, float](float), defaultdict[str, float](float)
-    of_token = dict[tuple[Path, torch.dtype], float]()
+    sizes = dict[tuple[Path, torch.dtype], LayerSizes]()
     for spec in specs:
         config = model_config(spec.info.folder)  # a draft model's own, in its process
         layers, drafter = spec.num_layers - spec.first_layer, drafter_needs(spec)
         weights[spec.device] += layers * whole_weight_bytes(spec.info, config, spec.dtype) / spec.info.num_layers
-        if (kind := (spec.info.folder, spec.dtype)) not in of_token:
-            of_token[kind] = layer_bytes_of_token(config, spec)
-        entries[spec.device] += layers * of_token[kind]
+        if (kind := (spec.info.folder, spec.dtype)) not in sizes:
+            sizes[kind] = layer_sizes(config, spec)
+        weights[spec.device] += layers * sizes[kind].kept
+        entries[spec.device] += layers * sizes[kind].of_token
         weights[drafter.device] += drafter.weights
         entries[drafter.device] += drafter.of_token
     rooms = (_SHARE * (_free_bytes(device) - weights[device]) / entries[device] for device in weights)
@@ -51,18 +54,28 @@ def requests_for(tokens: int | None) -> int:
     return MOST_REQUESTS if tokens is None else max(1, min(MOST_REQUESTS, tokens // _USUAL_TOKENS))
 
 
-def layer_bytes_of_token(config: PretrainedConfig, spec: WorkerSpec) -> float:
-    """Bytes that one token takes in a layer's cache, on average over the layers.
+class LayerSizes(NamedTuple):
+    """Bytes in a layer's cache, on average over the layers."""
+
+    of_token: float
+    """What one token takes."""
+    kept: float = 0.0
+    """The states at the ends of kept chunks of prompts, whatever requests run."""
+
+
+def layer_sizes(config: PretrainedConfig, spec: WorkerSpec) -> LayerSizes:
+    """What a worker's layers hold of requests, and beside them.
 
     A usual request's states, those of as many tokens as its stages have in flight, count as its tokens'.
     """
     entries = layer_entry_bytes(config, spec.dtype)
     if not (states := layer_state_bytes(config, spec.dtype)) or not isinstance(spec.layout, StagedLayout):
-        return entries
+        return LayerSizes(entries)
     kept = kept_by_layers(config)
     with_entries = sum(layer.entries for layer in kept) / len(kept)
     in_flight = 2 + spec.layout.rows * spec.layout.num_stages
-    return entries * with_entries + states * in_flight / _USUAL_TOKENS
+    chunks = spec.prefix_cache_tokens / PROMPT_CHUNKS[-1]
+    return LayerSizes(entries * with_entries + states * in_flight / _USUAL_TOKENS, states * chunks)
 
 
 def _free_bytes(device: str) -> int:

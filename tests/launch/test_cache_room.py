@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families.specimens import Specimen
 from heads_for_tests import make_drafter
+from models_for_tests import build_tokenizer
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.launch import cache_room
@@ -78,3 +80,19 @@ def test_a_runtime_has_room_by_default_and_as_it_is_told(model_folder: Callable[
     assert PPDRuntime(folder, stages=2, transport="local", max_cache_tokens=3000).max_requests == 2
     assert PPDRuntime(folder, stages=2, transport="local", max_cache_tokens=20, max_requests=5).max_requests == 5
     assert PPDRuntime(folder, k=2, transport="local").max_requests == 1
+
+
+def test_states_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tokens in flight with each request, those of kept chunks of prompts at all times."""
+    Specimen("qwen3_next").build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    rooms = []
+    for settings in ({}, {"rows": 9}, {"prefix_cache_tokens": 0}):
+        given: dict[str, Any] = {"stages": 2, "rows": 1, "k": 1, "transport": "local", "dtype": "float32", **settings}
+        specs = PPDRuntime(tmp_path, **given)._specs
+        monkeypatch.setattr(cache_room, "_free_bytes", lambda device: 30_000_000)
+        rooms.append(cache_room.cache_room(specs, are_here=True))
+    states, entries = 4 * 1024.0, 2 * layer_entry_bytes(model_config(tmp_path), torch.float32)
+    usual, rowed, unkept = (entries + states * flight / 1024 for flight in (4, 20, 4))
+    assert rooms[0] * usual == pytest.approx(rooms[1] * rowed, rel=1e-3)
+    assert rooms[2] * unkept - rooms[0] * usual == pytest.approx(states * 8192 / 128 / 2, abs=2 * usual)

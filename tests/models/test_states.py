@@ -22,6 +22,7 @@ from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.state_range import StateRange
 from ppd_runtime.models.stage.tree_range import TreeRange
+from ppd_runtime.tune.match_rates import exit_states
 
 FAMILIES = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid")
 """Convolutions alone, a delta rule, and states beside keys and values or in layers of their own."""
@@ -132,6 +133,26 @@ def test_what_a_token_leaves_travels(folder_of: Callable[[str], Path], family: s
     assert stage.held_from(2, 4) == 2
     with pytest.raises(RuntimeError, match="entries 2 to 3 of 4 layers are asked for"):
         stage.export_entries(2, 3, 4)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "jamba"])
+def test_a_prompt_in_chunks_gives_the_librarys_text(folder_of: Callable[[str], Path], family: str) -> None:
+    """A chunk starts from the state before it. Where the library begins without it, a prompt is one chunk."""
+    folder, model = folder_of(family), Specimen(family).build()
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([TEXT[:37]]), do_sample=False, max_new_tokens=8)[0, 37:].tolist()
+    got = OrdinaryDecoding(str(folder), dtype="float32").generate(TEXT[:37], max_new_tokens=8, ignore_eos=True)
+    assert list(got.token_ids) == expected
+    assert describe(str(folder)).longest_in_chunks == (0 if family == "jamba" else None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exit_states_are_measured_from_any_token_on(folder_of: Callable[[str], Path], family: str) -> None:
+    """States of earlier tokens may be gone by then."""
+    stage = stage_of(folder_of(family))
+    expected = along(stage, TEXT[:20], 11)[0, 1:]
+    (found,) = exit_states(stage, TEXT[:20], 12, (4,))
+    assert torch.allclose(found, expected, atol=1e-3)  # of up to 32, in another order of sums
 
 
 def test_a_pass_never_starts_from_a_state_that_is_gone(folder_of: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.library_probe import attention_masks, kept_by_layers, without_weights
 from ppd_runtime.models.stage.rotary import RotaryTable
+from ppd_runtime.models.stage.state_probe import chunks_start_from_states
 from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import chain_of
 
@@ -57,13 +58,14 @@ def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int
     """The longest prompt that chunks compute like one pass, but for rounding; None: any.
 
     Two things make a token's result depend on later tokens of its pass: a rotary table chosen by the longest position,
-    as in long-RoPE, and code that overlooks a window that the cache keeps.
+    as in long-RoPE, and code that overlooks a window that the cache keeps. And some kernels begin a pass over several
+    tokens without the recurrent state before it.
 
     Args:
         model: it has a layer of each kind; it may be on the meta device.
         most_positions: the model's; None if it names no end.
     """
-    if not library_masks_fit(model, SEVERAL_ROWS):
+    if not library_masks_fit(model, SEVERAL_ROWS) or not chunks_start_from_states(model):
         return 0
     rotary = getattr(without_weights(model)[0], "rotary_emb", None)
     if rotary is None:

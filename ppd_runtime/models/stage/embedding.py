@@ -21,8 +21,12 @@ class Embedding:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._device = model, model.device
         self._entrance, self.scale = layer_range(model, 0, 0), embedding_scale(model)
-        look_up = _look_up(model.model.embed_tokens)
-        self._one = lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale and self._only_looks_up else None
+
+    @cached_property
+    def _one(self) -> Callable[[int], Tensor] | None:
+        """Gives a token's row, `[1, 1, hidden_size]`, if that is all that the first layer needs."""
+        look_up = _look_up(self._model.model.embed_tokens)
+        return lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale and self._only_looks_up else None
 
     @property
     def table(self) -> Tensor | None:
@@ -50,7 +54,8 @@ class Embedding:
     def _only_looks_up(self) -> bool:
         """Whether a token is only looked up and scaled before the first layer."""
         few = torch.arange(min(8, self._model.config.vocab_size), device=self._device)[None]
-        return torch.equal(self._looked_up(few), self._entered(few))
+        with torch.inference_mode():
+            return torch.equal(self._looked_up(few), self._entered(few))
 
 
 def _look_up(table: Any) -> Callable[[int], Tensor] | None:

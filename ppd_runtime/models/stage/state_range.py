@@ -43,9 +43,12 @@ class StateRange(LayerRange):
     def run_pass(
         self, first: int, last: int, inputs: list[int] | Tensor, position: int, in_prompt: bool = False
     ) -> Tensor:
-        """Like `run`: a prompt's chunk in one pass, other tokens in a pass each."""
+        """Like `run`: a prompt's chunk in one pass, other tokens in a pass each.
+
+        So are those of a later chunk if the library begins such passes without the state before them.
+        """
         tokens = num_tokens(inputs)
-        if in_prompt or tokens == 1:
+        if tokens == 1 or (in_prompt and not (position and self._longest_in_chunks == 0)):
             return super().run_pass(first, last, inputs, position, in_prompt)
         each = [(part_of(inputs, range(i, i + 1)), position + i) for i in range(tokens)]
         return torch.cat([super(StateRange, self).run_pass(first, last, *one) for one in each], dim=1)

@@ -20,6 +20,11 @@ USUAL_BACK = 1
 """Tokens behind the newest to which a text may usually be cut back."""
 
 
+def is_recurrent(key: tuple[str, int]) -> bool:
+    """Whether a tensor of a `State` is a recurrent state, and no convolution's window."""
+    return key[0] == _STATE
+
+
 class StateLayer(PreallocatedLayer):
     """One layer's states by position, and its keys and values if it has any.
 
