@@ -23,6 +23,7 @@ from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, AnswerForm, Asked
 from ppd_runtime.server.conversations import ChatMessage, WithTools, turn_of
 from ppd_runtime.server.errors import GONE, ApiError, JsonResponse, refused
+from ppd_runtime.server.infill import infill_ids
 from ppd_runtime.server.metrics import Metrics
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from ppd_runtime.server.settings import ServerSettings
@@ -140,9 +141,17 @@ class Service:
 
     def _prepared(self, asked: CompletionRequest, prompts: "Sequence[str | list[int]]") -> "Choices":
         special_tokens = asked.add_special_tokens is not False
-        generations = [one for prompt in prompts for one in self._generations(asked, prompt, special_tokens)]
+        wanted = [self._with_suffix(asked, prompt, special_tokens) for prompt in prompts]
+        generations = [one for prompt in wanted for one in self._generations(asked, prompt, special_tokens)]
         echoes = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
         return Choices(generations, [text for text in echoes for _ in range(asked.n)])
+
+    def _with_suffix(self, asked: CompletionRequest, prompt: str | list[int], special_tokens: bool) -> str | list[int]:
+        if not asked.suffix:
+            return prompt
+        tokenizer = self.generator.tokenizer
+        ids = tokenizer.encode(prompt, add_special_tokens=special_tokens) if isinstance(prompt, str) else prompt
+        return infill_ids(ids, asked.suffix, tokenizer)
 
     def _turn(self, asked: WithTools, messages: list[ChatMessage]) -> ChatTurn:
         return turn_of(messages, asked, self.generator, self.chat_template, self.reply_formats)

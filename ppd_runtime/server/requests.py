@@ -165,6 +165,8 @@ class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
 
     prompt: Prompts
+    suffix: str | None = None
+    """The text behind the wanted one."""
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
@@ -187,6 +189,8 @@ class CompletionRequest(Sampling):
 
     @model_validator(mode="after")
     def _can_stream(self) -> "CompletionRequest":
+        if self.suffix and self.prompt_logprobs_wanted:
+            raise ValueError(f"suffix={shown(self.suffix)}: the prompt has another order, leave it or echo out")
         if self.stream and self.prompt_logprobs_wanted:
             raise ValueError("echo=True: with logprobs it is not streamed, leave echo or stream out")
         if self.max_tokens == 0 and not self.echo:
