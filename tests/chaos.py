@@ -15,6 +15,7 @@ from ppd_runtime.launch.threads import LocalWorkers, ThreadHandle
 from ppd_runtime.pipeline.messages import Message, Shutdown
 from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
+from ppd_runtime.workers.bits import NO_BITS
 from ppd_runtime.workers.worker import Worker
 
 LONGEST_STOP_S = 0.4
@@ -185,7 +186,7 @@ class ChaosWorkers(LocalWorkers):
     def _spawn(self, rank: int) -> ThreadHandle:
         self._spawned.append(rank)
         endpoint = ChaosEndpoint(self._network.endpoint(rank), self.fate, rank, self._posts[rank])
-        return MortalHandle(Worker(self._specs[rank]), endpoint)
+        return MortalHandle(Worker(self._specs[rank]), endpoint, NO_BITS)
 
 
 class MortalHandle(ThreadHandle):

@@ -446,7 +446,7 @@ def test_only_better_parts_take_the_place_of_those_that_are_there(
         assert head.startswith("layer 1, right in 0.")
         assert drafter.startswith("the drafter, which foresees ")
         assert json.loads((kept / "report.json").read_text())["stayed"] == [head, drafter]
-        assert report.greedy.layers[0].after["all"][3] == report.heads[0].tried[EARLIER].right
+        assert report.greedy.layers[0].after["all"][3] == pytest.approx(report.heads[0].tried[EARLIER].right)
         if ship:
             return
         assert adapt(str(folder), replace=True, **given).stayed == ()
