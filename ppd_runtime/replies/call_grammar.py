@@ -1,10 +1,12 @@
-"""The grammar of replies that have to be calls, in each family's form; their arguments obey the tools' schemas."""
+"""The grammar of replies that have to be calls, in each family's form, or have a form of their own behind thinking."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ppd_runtime.replies.reader import Thinking
+from ppd_runtime.sampling.grammar import WHITESPACE, Form
 
 Special = Mapping[str, int]
 """Ids of the tokenizer's special tokens, which a grammar names by their ids."""
@@ -17,6 +19,7 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STRING = {"type", "title", "description", "default", "examples"}
 """What a string's schema may say if any text obeys it."""
 
+_LONE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _LINE_END = r'"\n"'
 
 
@@ -36,6 +39,27 @@ def call_grammar(
         ValueError: for arguments that the form cannot keep to their schema.
     """
     return _Grammar(special).of(form, schemas, several, thinking)
+
+
+def thought_then(form: Form, thinking: Thinking, special: Special) -> str:
+    """The grammar of replies that have a form, behind thinking.
+
+    Raises:
+        ValueError: for a grammar, which cannot be part of another one.
+    """
+    if form.setting == "schema":
+        style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        body = f"%json {json.dumps({**json.loads(form.text), **style})}"
+    elif form.setting == "regex":
+        body = f"/{_LONE_SLASH.sub(_escaped, form.text)}/".replace("\n", r"\n")
+    elif form.setting == "choice":
+        body = " | ".join(map(_text, json.loads(form.text)))
+    else:
+        raise ValueError(
+            "grammar: the model thinks first, and a grammar leaves no room for that: give a schema, a regex or a "
+            "choice, or let the grammar begin with the thinking and set reasoning_parser='none'"
+        )
+    return _Grammar(special).behind_thinking(body, thinking)
 
 
 class _Grammar:
@@ -63,6 +87,11 @@ class _Grammar:
             (f"{self._mark('[TOOL_CALLS]')} {_text('[')} ", f" {_text(']')}") if form == "mistral" else ("", "")
         )
         start = f"start: {self._thought(form, thinking)}{begins}{call}{more}{ends}"
+        return "\n".join([start, *self._rules]) + "\n"
+
+    def behind_thinking(self, body: str, thinking: Thinking) -> str:
+        """See `thought_then`."""
+        start = f"start: {self._thought('', thinking)}{self._rule('form', body)}"
         return "\n".join([start, *self._rules]) + "\n"
 
     def _rule(self, kind: str, body: str, options: str = "") -> str:
@@ -146,6 +175,10 @@ class _Grammar:
 
 def _text(text: str) -> str:
     return json.dumps(text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[1] or r"\/"
 
 
 def _until(end: str) -> str:

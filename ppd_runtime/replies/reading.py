@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ppd_runtime.replies.call_grammar import LATER_MISTRAL, call_grammar
+from ppd_runtime.replies.call_grammar import LATER_MISTRAL, call_grammar, thought_then
 from ppd_runtime.replies.choice import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplyFormats, knows_tools
 from ppd_runtime.replies.harmony import Harmony
 from ppd_runtime.replies.message import AssistantMessage, message_of
@@ -28,6 +28,8 @@ class ReplyReading:
     """Whether a reply may have several calls."""
     shown: frozenset[int] = frozenset()
     """Special tokens that the text has to have as they are written."""
+    special: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the tokenizer's special tokens."""
     grammar: str | None = None
     """What the text has to look like, if it has to be a call."""
 
@@ -48,6 +50,7 @@ class ReplyReading:
             ValueError: if a schema of arguments cannot be kept to, or the text has to look like something else, too.
         """
         if self.grammar is None:
+            params = self._behind_thinking(params)
             end = self.kind.end_of_call
             return params if self.parallel or end is None else replace(params, stop=(*params.stop, end))
         if params.form is not None:
@@ -61,6 +64,15 @@ class ReplyReading:
             raise ValueError(
                 f"tools: a call cannot be required, the tools make a grammar that fails: {what}"
             ) from error
+
+    def _behind_thinking(self, params: SamplingParams) -> SamplingParams:
+        """Settings whose form leaves room for the thinking before it."""
+        if params.form is None or self.thinking is None:
+            return params
+        if params.form.setting == "grammar" and not self.thinking.is_open:
+            return params
+        grammar = thought_then(params.form, self.thinking, self.special)
+        return replace(params.without_form(), grammar=grammar)
 
 
 def reading_of(
@@ -92,7 +104,7 @@ def reading_of(
     if form is not None and use.is_forced:
         several = use.parallel and use.choice == "required"
         grammar = call_grammar(_written(form, template), use.schemas, several, thinking, special)
-    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown, grammar)
+    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown, special, grammar)
 
 
 def _written(form: str, template: str) -> str:

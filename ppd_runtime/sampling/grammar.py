@@ -16,7 +16,7 @@ MOST_CHARACTERS = 2**16
 MOST_DEPTH = 64
 """Levels of a schema's JSON."""
 MOST_CHOICES = 1000
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"  # without an end, small models never leave it
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"  # without an end, small models never leave it
 _MOST_LEXER_STATES = 50_000  # 1 to 2 kB each
 _MOST_TRIALS = 200  # parts of a schema that are tried to find its fault
 _MOST_KEPT = 64
@@ -94,7 +94,7 @@ def in_library_form(form: Form) -> str:
     from llguidance import LLMatcher
 
     if form.setting == "schema":
-        return LLMatcher.grammar_from_json_schema(form.text, defaults={"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(form.text, defaults={"whitespace_pattern": WHITESPACE})
     if form.setting == "regex":
         return LLMatcher.grammar_from_regex(form.text)
     if form.setting == "choice":

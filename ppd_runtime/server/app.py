@@ -137,12 +137,13 @@ def _add_other_chats(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses")
     async def responses(asked: ResponsesRequest, request: Request) -> Response:
-        with renamed({"messages": "input", "max_tokens": "max_output_tokens"}):
+        with renamed({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}):
             return await service.chat(as_chat(asked), request, partial(ResponseAnswer, asked))
 
     @app.post("/v1/messages")
     async def messages(asked: MessagesRequest, request: Request) -> Response:
-        return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
+        with renamed({"response_format": "output_config"}):
+            return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(asked: CountRequest) -> Response:

@@ -36,9 +36,10 @@ class CountRequest(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """The text's form; its other parts are hints."""
     cache_control: Any = None
-    """A hint; so is the one below."""
-    output_config: Any = None
+    """A hint."""
 
     def as_chat(self) -> ChatRequest:
         """The chat that this request comes to.
@@ -57,9 +58,19 @@ class CountRequest(Body):
             "tools": None if self.tools is None else [_tool(number, tool) for number, tool in enumerate(self.tools)],
             "tool_choice": choice,
             "parallel_tool_calls": False if one_call else None,
+            "response_format": self._response_format(),
             "chat_template_kwargs": {**variables, **(self.chat_template_kwargs or {})},
         }
         return ChatRequest.model_validate({**asked, **self._settings})
+
+    def _response_format(self) -> dict[str, Any] | None:
+        """The form of the text in the field of chats."""
+        given = (self.output_config or {}).get("format")
+        if given is None:
+            return None
+        if not isinstance(given, dict) or given.get("type") != "json_schema" or set(given) - {"type", "schema"}:
+            _refuse("output_config", f"output_config.format={shown(given)}: give the type json_schema and a schema")
+        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class ResponseAnswer:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.format},
             "truncation": "disabled",
             "background": False,
             "previous_response_id": None,

@@ -75,6 +75,7 @@ class ResponsesRequest(Hints):
             "max_completion_tokens": self.max_output_tokens,
             "chat_template_kwargs": self.chat_template_kwargs,
             "stream": self.stream,
+            "response_format": self._response_format(),
         }
         return ChatRequest.model_validate({**asked, **{name: getattr(self, name) for name in same}})
 
@@ -85,9 +86,21 @@ class ResponsesRequest(Hints):
         for name in self.include or ():
             if name not in _WITHOUT_EFFECT:
                 _refuse("include", f"include: {shown(name)} is not there to be included, leave it out")
-        kind = (self.text or {}).get("format") or {"type": "text"}
-        if not isinstance(kind, dict) or kind.get("type") != "text":
-            _refuse("text", f"text.format={shown(kind)}: only texts are answered, leave it out")
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """What the text looks like, as the answer repeats it."""
+        found = (self.text or {}).get("format") or {"type": "text"}
+        if not isinstance(found, dict):
+            _refuse("text", f"text.format={shown(found)}: give an object with a type, or leave it out")
+        return found
+
+    def _response_format(self) -> dict[str, Any]:
+        """The form of the text in the field of chats."""
+        kind = self.format.get("type")
+        if kind != "json_schema":
+            return self.format
+        return {"type": kind, kind: {name: value for name, value in self.format.items() if name != "type"}}
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.replies.choice import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplyFormats
 from ppd_runtime.replies.reading import reading_of
 from ppd_runtime.replies.tools import tool_use
+from ppd_runtime.sampling.params import SamplingParams
 
 ANY = "{{ tools }}{{ messages | tojson }}"
 TEMPLATES = {
@@ -118,6 +119,38 @@ def test_thinking_may_come_first(plain: OrdinaryDecoding, is_open: bool) -> None
         assert check_calls(reading.message_of(text)) == ["weather"]
     for text in ("Hm.", call.replace("Zug", "Bern"), call.replace("days", "day"), f"<think></think>Hm.{call}"):
         assert not is_taken(plain, reading.grammar, text), text
+
+
+FORMS = {
+    "schema": ({"schema": {"enum": ["Zug", "a/b"]}}, '"a/b"'),
+    "regex": ({"regex": "(a/b|a\\/c)\n"}, "a/c\n"),
+    "choice": ({"choice": ["a/b", 'c"d']}, 'c"d'),
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_leaves_room_for_thinking(plain: OrdinaryDecoding, name: str, is_open: bool) -> None:
+    """Else the prompt's open thinking would be the form's text."""
+    template = f"<think>{'' if is_open else '</think>'}"
+    given, expected = FORMS[name]
+    turn = plain.chat_turn([USER], f"{{{{ messages | tojson }}}}{template}", {}, tool_use(), ReplyFormats())
+    assert turn.reading is not None
+    params = plain.chat_params(SamplingParams(**given), turn)
+    thought = f"{'' if is_open else '<think>'}Hm.</think>\n\n"
+    assert is_taken(plain, params.grammar, thought + expected)
+    assert is_taken(plain, params.grammar, expected) is not is_open
+    assert not is_taken(plain, params.grammar, f"{thought}Zug")
+    message = turn.reading.message_of(thought + expected)
+    assert (message.reasoning_content, message.content) == ("Hm.", expected)
+
+
+def test_a_grammar_leaves_none(plain: OrdinaryDecoding) -> None:
+    given = {"grammar": 'start: "a"', "max_new_tokens": 5}
+    with pytest.raises(ValueError, match="grammar: the model thinks first"):
+        plain.chat([USER], chat_template="{{ messages | tojson }}<think>", **given)
+    result = plain.chat([USER], chat_template="<think></think>{{ messages | tojson }}", **given)
+    assert (result.message.content, result.message.reasoning_content) == ("a", None)
 
 
 def is_taken(decoder: OrdinaryDecoding, grammar: str | None, text: str) -> bool:

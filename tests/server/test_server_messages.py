@@ -10,6 +10,8 @@ import pytest
 from servers import HERMES, Running, running
 from written_replies import Written
 
+from ppd_runtime import OrdinaryDecoding
+
 WEATHER = {
     "name": "weather",
     "description": "The weather.",
@@ -159,6 +161,16 @@ def test_thinking_is_a_variable_of_the_template(written: Written, tmp_path: Path
             assert written.prompts[-1].startswith(expected)
 
 
+def test_a_text_has_the_form_of_a_schema(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(HERMES.replace("<think>", ""))
+    form = {"type": "json_schema", "schema": {"enum": ["Zug", "Bern"]}}
+    with running(
+        OrdinaryDecoding(model_folder("llama", num_layers=2)), chat_template=tmp_path / "chat.jinja"
+    ) as server:
+        answer = ask(server, model=None, tools=None, max_tokens=50, output_config={"format": form, "effort": "low"})
+    assert answer["content"][0]["text"] in ('"Zug"', '"Bern"')
+
+
 def test_tokens_are_counted(server: Running, written: Written) -> None:
     written.replies = deque(["Yes."])
     asked = {"model": "tiny", "messages": [USER], "tools": [WEATHER]}
@@ -201,6 +213,8 @@ def test_keys_come_as_anthropics_clients_send_them(written: Written, template: P
         ({"tool_choice": {"type": "some"}}, "tool_choice", "tool_choice.type='some'"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "'f': is no tool of the request"),
         ({"thinking": {"type": "deep"}}, "thinking", "thinking.type='deep'"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config", "give the type json_schema and a schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config", "output_config: json_schema={"),
         ({"container": "c"}, "container", "does not support it"),
     ],
 )

@@ -3,13 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.responses import Response
+from pydantic import BaseModel
 from servers import DEADLINE_S, HERMES, Running, running
 from written_replies import Written
+
+from ppd_runtime import OrdinaryDecoding
 
 WEATHER = {
     "type": "function",
@@ -124,6 +127,22 @@ def test_a_text_that_is_cut_short_says_so(client: openai.OpenAI, written: Writte
     assert list(ask(client, max_output_tokens=4, stream=True))[-1].type == "response.incomplete"
 
 
+class City(BaseModel):
+    name: Literal["Zug", "Bern"]
+
+
+def test_a_text_has_the_form_of_a_class(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(HERMES.replace("<think>", ""))
+    with (
+        running(OrdinaryDecoding(model_folder("llama", num_layers=2)), chat_template=tmp_path / "chat.jinja") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as client,
+    ):
+        model = client.models.list().data[0].id
+        response = client.responses.parse(model=model, input="A city", text_format=City, max_output_tokens=100)
+    assert isinstance(response.output_parsed, City)
+    assert response.text.format.type == "json_schema"
+
+
 def test_nothing_is_an_empty_text(client: openai.OpenAI, written: Written) -> None:
     written.replies = deque([""])
     assert parts(ask(client)) == [("message", "")]
@@ -138,7 +157,10 @@ def test_nothing_is_an_empty_text(client: openai.OpenAI, written: Written) -> No
         ({"prompt": {"id": "p"}}, "prompt", "no prompts of its own"),
         ({"background": True}, "background", "does not support it"),
         ({"include": ["message.output_text.logprobs"]}, "include", "is not there to be included"),
-        ({"text": {"format": {"type": "xml"}}}, "text", "text.format={'type': 'xml'}"),
+        ({"text": {"format": {"type": "xml"}}}, "text", "text: type='xml', choose one of text, json_object"),
+        ({"text": {"format": "xml"}}, "text", "text.format='xml'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "give an object with a schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "text", "text: "),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools: number 0 is {'type': 'web_search'}"),
         ({"tools": [{"type": "function", "parameters": {}}]}, "tools", "tools: number 0 has no name"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f': is no tool of the request"),
