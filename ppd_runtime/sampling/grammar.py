@@ -56,7 +56,7 @@ def schema_text(given: Any) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"schema={text!r:.200}: is no JSON ({error}), give a JSON schema") from error
     if not isinstance(found, dict):
-        raise ValueError(f"schema={text!r:.200}: give a JSON schema, an object")
+        raise ValueError(f"schema={given!r:.200}: give a JSON schema, an object")
     if _depth(found) > MOST_DEPTH:
         raise ValueError(f"schema={text!r:.100}…: has more than {MOST_DEPTH} levels, give a flatter one, as with $defs")
     return text
