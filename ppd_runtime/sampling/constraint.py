@@ -4,10 +4,8 @@ llguidance's matcher reads one text at a time. Here it walks on a tree of texts:
 the tokens that the two do not share, and reads the others.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 _KEPT = 64  # newest tokens behind which masks and other branches are kept
 _NOT_ASKED = -2
 _NOTHING = -1
-_BESIDE = ThreadPoolExecutor(1, "masks")
-"""Computes masks beside the passes of models; its thread starts with the first one."""
 
 
 class Place:
@@ -46,7 +42,7 @@ class Place:
 
 
 class Constraint:
-    """A grammar for one request's new tokens; callers use it by one thread at a time.
+    """A grammar for one request's new tokens; used by one thread at a time.
 
     Args:
         fresh: makes a matcher that has read nothing.
@@ -66,7 +62,6 @@ class Constraint:
         self._matcher, self._at = fresh(), self.root
         self._line, self._tokens = [self.root], list[int]()  # the places and tokens of the text asked for last
         self._pruned = 0  # places of the line, from the first on, that keep nothing
-        self._beside: Future[None] | None = None  # computes the next mask; nobody else uses the matcher meanwhile
 
     def place(self, text: Sequence[int]) -> Place:
         """The place of a text, the prompt's tokens included."""
@@ -85,10 +80,6 @@ class Constraint:
         if (found := place.children.get(token)) is None:
             found = place.children[token] = Place(token, place, place.is_dead or token in self._ends)
         return found
-
-    def look_ahead(self, text: Sequence[int], token: int) -> None:
-        """Compute the mask behind a text and a token in a thread of its own, beside the pass that the mask is for."""
-        self._beside = _BESIDE.submit(self._prepare, self.after(self.place(text), token))
 
     def masked(self, scores: Tensor, text: Sequence[int]) -> Tensor:
         """The scores `[vocab_size]` of what may follow a text; infinitely low for what may not.
@@ -120,25 +111,11 @@ class Constraint:
     def forced(self, place: Place) -> int | None:
         """The only token that may follow; None if there are several, none, or the end."""
         if place.forced == _NOT_ASKED:
-            self._wait()
             found = self._matcher.compute_ff_tokens() if self._go(place) else []
             place.forced = found[0] if found and self.allows(place, found[0]) else _NOTHING
         return None if place.forced == _NOTHING else place.forced
 
-    def _prepare(self, place: Place) -> None:
-        with contextlib.suppress(RequestError):  # raised again where the mask is asked for
-            self._make_mask(place)
-
-    def _wait(self) -> None:
-        if self._beside is not None:
-            self._beside.result()
-            self._beside = None
-
     def _mask(self, place: Place) -> np.ndarray:
-        self._wait()
-        return self._make_mask(place)
-
-    def _make_mask(self, place: Place) -> np.ndarray:
         if place.mask is None:
             mask = np.zeros(max(self._vocab_size, self._own_end + 1) // 8 + 1, np.uint8)
             if self._go(place):

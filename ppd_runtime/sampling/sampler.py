@@ -90,8 +90,6 @@ class Sampler:
         if token == NO_TOKEN:
             raise self.no_choice(logits, len(history))
         self.note(logits, token, len(history))
-        if self.constraint is not None:
-            self.constraint.look_ahead(history, token)
         return token
 
     def no_choice(self, logits: Tensor, position: int) -> RequestError:
