@@ -5,7 +5,7 @@ Each matrix is computed here number by number, from the format's description.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +88,85 @@ def integers(drawn: np.random.Generator, outputs: int, inputs: int) -> tuple[Par
         for column in range(inputs):
             weights[row, column] = int(numbers[row, column]) * scales[row, 0].item()
     return {"weight": torch.from_numpy(numbers), "weight_scale": scales}, torch.from_numpy(weights)
+
+
+def _words(numbers: np.ndarray[Any, Any], bits: int, columns: Sequence[int] | None = None) -> Tensor:
+    """Each row's numbers in words of 32 bits, from the lowest bits on, in the order of these columns of a word."""
+    rows, count = numbers.shape
+    in_a_word = 32 // bits
+    words = np.zeros((rows, count // in_a_word), np.uint32)
+    for row in range(rows):
+        for word in range(count // in_a_word):
+            for place in range(in_a_word):
+                column = columns[place] if columns else place
+                words[row, word] |= np.uint32(int(numbers[row, word * in_a_word + column]) << place * bits)
+    return torch.from_numpy(words.view(np.int32))
+
+
+def grouped(
+    form: str,
+    bits: int = 4,
+    group: int = 16,
+    *,
+    symmetric: bool = False,
+    reordered: bool = False,
+    kind: str = "float16",
+) -> Quantise:
+    """Numbers of few bits with a scale and a zero point for each group of inputs, stored by `form`.
+
+    It is gptq, gptq_v2, awq or pack-quantized.
+    """
+
+    def quantise(drawn: np.random.Generator, outputs: int, inputs: int) -> tuple[Parts, Tensor]:
+        of_group = group if group > 0 else inputs
+        groups = np.arange(inputs) // of_group
+        if reordered:
+            groups = drawn.permutation(groups)
+        numbers = drawn.integers(0, 2**bits, (outputs, inputs))
+        count = inputs // of_group
+        middle = np.full((outputs, count), 2 ** (bits - 1))
+        zeros = middle if symmetric else drawn.integers(1, 2**bits, (outputs, count))
+        scales = torch.from_numpy(drawn.uniform(0.3, 0.6, (outputs, count)) / 2**bits).to(getattr(torch, kind))
+        weights = np.zeros((outputs, inputs), np.float32)
+        for row in range(outputs):
+            for column in range(inputs):
+                place = groups[column]
+                weights[row, column] = scales[row, place].item() * int(numbers[row, column] - zeros[row, place])
+        order = torch.from_numpy(groups.astype(np.int32))
+        return _as_stored(form, bits, numbers, zeros, scales, order, reordered, symmetric), torch.from_numpy(weights)
+
+    return quantise
+
+
+def _as_stored(
+    form: str,
+    bits: int,
+    numbers: np.ndarray[Any, Any],
+    zeros: np.ndarray[Any, Any],
+    scales: Tensor,
+    order: Tensor,
+    reordered: bool,
+    symmetric: bool,
+) -> Parts:
+    if form == "awq":
+        columns = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {
+            "qweight": _words(numbers.T, bits, columns),
+            "qzeros": _words(zeros.T, bits, columns),
+            "scales": scales.T,
+        }
+    if form == "pack-quantized":
+        packed = {
+            "weight_packed": _words(numbers, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(numbers.shape),
+        }
+        of_zeros = {} if symmetric else {"weight_zero_point": _words(zeros.T, bits).T}
+        return packed | of_zeros | ({"weight_g_idx": order} if reordered else {})
+    less = 1 if form == "gptq" else 0
+    return {
+        "qweight": _words(numbers, bits).T,
+        "qzeros": _words(zeros.T - less, bits),
+        "scales": scales.T,
+        "g_idx": order,
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_folders import WEIGHTS, Quantise, integers, scaled, write_folders
+from foreign_folders import WEIGHTS, Quantise, grouped, integers, scaled, write_folders
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from two_texts import texts
@@ -40,6 +40,18 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def packs(**weights: Any) -> dict[str, Any]:
+    """The settings of compressed-tensors for whole numbers in words."""
+    return compressed(
+        "pack-quantized", **{"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16, **weights}
+    )
+
+
+def gptq(**more: Any) -> dict[str, Any]:
+    """The settings of GPTQ."""
+    return {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False, **more}
+
+
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 16]}
 FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8 in blocks": (BLOCKS, scaled((24, 16), lambda *shape: shape, "_scale_inv", "float32")),
@@ -58,6 +70,29 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "float-quantized in blocks": (
         compressed("float-quantized", strategy="block", block_structure=[16, 32]),
         scaled((16, 32), lambda *shape: shape, "_scale", "bfloat16"),
+    ),
+    "gptq": (gptq(), grouped("gptq")),
+    "gptq in an order of activations": (gptq(desc_act=True), grouped("gptq", reordered=True)),
+    "gptq of 8 bits, one group": (gptq(bits=8, group_size=-1), grouped("gptq", 8, -1)),
+    "gptq of 2 bits, symmetric": (gptq(bits=2, sym=True), grouped("gptq", 2, symmetric=True)),
+    "gptq_v2": (gptq(checkpoint_format="gptq_v2"), grouped("gptq_v2")),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
+        grouped("awq"),
+    ),
+    "awq with its own names": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"},
+        grouped("awq", group=32),
+    ),
+    "pack-quantized": (packs(symmetric=True), grouped("pack-quantized", symmetric=True, kind="bfloat16")),
+    "pack-quantized with zero points": (packs(symmetric=False), grouped("pack-quantized", kind="bfloat16")),
+    "pack-quantized in an order of activations": (
+        packs(symmetric=True, actorder="group"),
+        grouped("pack-quantized", symmetric=True, reordered=True),
+    ),
+    "pack-quantized of 8 bits by rows": (
+        packs(symmetric=True, num_bits=8, strategy="channel"),
+        grouped("pack-quantized", 8, -1, symmetric=True),
     ),
     "int-quantized": (compressed("int-quantized", type="int"), integers),
 }
@@ -78,8 +113,9 @@ def test_a_folder_has_the_weights_that_its_numbers_stand_for(model_folder: Model
     assert not hasattr(model_config(describe(str(quantised)).folder), "quantization_config")
 
 
-def test_every_layout_gives_the_text_of_the_floats(model_folder: ModelFolder, tmp_path: Path) -> None:
-    settings, quantise = FORMATS["fp8 in blocks"]
+@pytest.mark.parametrize("name", ["fp8 in blocks", "gptq in an order of activations", "awq"])
+def test_every_layout_gives_the_text_of_the_floats(model_folder: ModelFolder, tmp_path: Path, name: str) -> None:
+    settings, quantise = FORMATS[name]
     quantised, floats = write_folders(model_folder("qwen2"), tmp_path, settings, quantise, "bfloat16")
     expected = texts(OrdinaryDecoding(floats))
     assert texts(OrdinaryDecoding(quantised, dtype="float32")) == expected
@@ -140,6 +176,100 @@ def test_a_folder_is_written_once_and_again_when_it_changes(model_folder, tmp_pa
     assert {path.name for path in first.iterdir()} == {*(path.name for path in quantised.iterdir()), "floats_of.json"}
     save_file(load_file(quantised / WEIGHTS) | {"model.norm.weight": torch.ones(32)}, quantised / WEIGHTS)
     assert describe(str(quantised)).folder != first
+
+
+def check_refused(
+    model: Path,
+    place: Path,
+    form: str,
+    more: dict[str, Any],
+    damage: Callable[[dict[str, torch.Tensor]], Any],
+    expected: str,
+) -> None:
+    """Check that a damaged folder of a format is refused in one line, and that nothing is kept of it."""
+    settings, quantise = FORMATS[form]
+    quantised, _ = write_folders(model, place, more if "format" in more else settings | more, quantise)
+    tensors = load_file(quantised / WEIGHTS)
+    damage(tensors)
+    save_file(tensors, quantised / WEIGHTS)
+    with pytest.raises(ValueError, match="^model '.*quantised': |^model '.*quantised' ") as error:
+        describe(str(quantised))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+    kept = place / "cache" / "floats"
+    assert not kept.exists() or [path for path in kept.iterdir() if path.suffix != ".lock"] == []
+
+
+SCALE_OF_GPTQ, ZEROS, ORDER = (f"model.layers.1.self_attn.k_proj.{part}" for part in ("scales", "qzeros", "g_idx"))
+OF_FEW_BITS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "no scales": ("gptq", {}, lambda tensors: tensors.pop(SCALE_OF_GPTQ), f"lacks {SCALE_OF_GPTQ}"),
+    "no zero points": ("awq", {}, lambda tensors: tensors.pop(ZEROS), f"lacks {ZEROS}"),
+    "no order": ("gptq", {"desc_act": True}, lambda tensors: tensors.pop(ORDER), f"lacks {ORDER}"),
+    "an order beyond the groups": (
+        "gptq",
+        {},
+        lambda tensors: tensors[ORDER].fill_(2),
+        "has inputs of model.layers.1.self_attn.k_proj in groups 2 to 2 of 2",
+    ),
+    "an order of negative groups": (
+        "gptq",
+        {},
+        lambda tensors: tensors[ORDER].fill_(-1),
+        "has inputs of model.layers.1.self_attn.k_proj in groups -1 to -1 of 2",
+    ),
+    "a zero point that programs read differently": (
+        "gptq",
+        {},
+        lambda tensors: tensors[ZEROS].fill_(-1),
+        "has a zero point of model.layers.1.self_attn.k_proj stored as 15",
+    ),
+    "scales of another shape": (
+        "gptq",
+        {},
+        lambda tensors: tensors.update({SCALE_OF_GPTQ: tensors[SCALE_OF_GPTQ][:1].clone()}),
+        f"has {SCALE_OF_GPTQ} as F16 [1, 16], not as F32/BF16/F16 [2, 16]",
+    ),
+    "other groups": ("gptq", {"group_size": 8}, lambda _: None, "down_proj.qzeros as I32 [4, 4], not as I32 [8, 4]"),
+    "groups that do not divide inputs": (
+        "awq",
+        {"group_size": 24},
+        lambda _: None,
+        "no multiple of its group_size, 24",
+    ),
+    "groups of no size": ("awq", {"group_size": 0}, lambda _: None, "with group_size=0, not read"),
+    "groups of a text": ("gptq", {"group_size": "16"}, lambda _: None, "with group_size='16', not read"),
+    "three bits": ("gptq", {"bits": 3}, lambda _: None, "quantised by gptq with bits=3, not read"),
+    "eight bits": ("awq", {"bits": 8}, lambda _: None, "quantised by awq with bits=8, not read"),
+    "marlin": ("gptq", {"checkpoint_format": "marlin"}, lambda _: None, "checkpoint_format='marlin', not read"),
+    "an older marlin": ("gptq", {"is_marlin_format": True}, lambda _: None, "checkpoint_format='marlin', not read"),
+    "modules with settings": ("gptq", {"dynamic": {"-:up": {}}}, lambda _: None, "dynamic={'-:up': {}}, not read"),
+    "other words": ("gptq", {"pack_dtype": "int8"}, lambda _: None, "with pack_dtype='int8', not read"),
+    "gemv": ("awq", {"version": "gemv"}, lambda _: None, "with version='gemv', not read"),
+    "a shape of other words": (
+        "pack-quantized",
+        {},
+        lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight_shape"].fill_(16),
+        "has model.layers.1.self_attn.k_proj.weight_shape [16, 16] for 4 words in each of 16 rows",
+    ),
+    "an unknown order": (
+        "pack-quantized",
+        packs(actorder="random"),
+        lambda _: None,
+        "with actorder='random', not read",
+    ),
+    "an order of no setting": (
+        "pack-quantized in an order of activations",
+        packs(symmetric=True),
+        lambda _: None,
+        "weight_g_idx as I32 [64], which is part of no weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_FEW_BITS)
+def test_what_is_wrong_with_weights_of_few_bits_is_one_line(model_folder, tmp_path: Path, name: str) -> None:
+    form, more, damage, expected = OF_FEW_BITS[name]
+    check_refused(model_folder("llama", num_layers=2), tmp_path, form, more, damage, expected)
 
 
 SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
@@ -211,18 +341,7 @@ DAMAGES: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_wrong_with_a_folder_is_one_line(model_folder: ModelFolder, tmp_path: Path, name: str) -> None:
     more, damage, expected = DAMAGES[name]
-    settings, quantise = FORMATS["fp8 in blocks"]
-    model = model_folder("llama", num_layers=2)
-    quantised, _ = write_folders(model, tmp_path, more if "format" in more else settings | more, quantise)
-    tensors = load_file(quantised / WEIGHTS)
-    damage(tensors)
-    save_file(tensors, quantised / WEIGHTS)
-    with pytest.raises(ValueError, match="^model '.*quantised': |^model '.*quantised' ") as error:
-        describe(str(quantised))
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-    kept = tmp_path / "cache" / "floats"
-    assert not kept.exists() or [path for path in kept.iterdir() if path.suffix != ".lock"] == []
+    check_refused(model_folder("llama", num_layers=2), tmp_path, "fp8 in blocks", more, damage, expected)
 
 
 def test_a_wrapper_may_say_it_of_its_text_model(model_folder: ModelFolder, tmp_path: Path) -> None:

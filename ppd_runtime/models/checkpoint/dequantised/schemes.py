@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ppd_runtime.models.checkpoint.dequantised.packed import Awq, CompressedTensors, Gptq
 from ppd_runtime.models.checkpoint.dequantised.scaled import EIGHT_BIT_FLOATS, Scaled
 from ppd_runtime.models.checkpoint.dequantised.stored import Scheme
 
@@ -65,11 +66,53 @@ def _compressed_tensors(settings: Settings) -> Scheme:
     if any(way != ways[0] for way in ways):
         raise refused(settings, "config_groups", "several ways")
     way, form = ways[0], settings.get("format")
-    eight = way["num_bits"] == 8 and way["symmetric"] is not False and way["type"] in _KINDS
-    if form not in _FORMS or not eight:
-        bits = f"{form} of {way['num_bits']} bits ({way['type']}, symmetric={way['symmetric']})"
-        raise refused(settings, "format", bits)
+    if form == "pack-quantized" and way["type"] == "int" and way["num_bits"] in (4, 8):
+        return _pack_quantized(settings, way)
+    if form not in _FORMS or way["num_bits"] != 8 or way["symmetric"] is False or way["type"] not in _KINDS:
+        described = f"{form} of {way['num_bits']} bits ({way['type']}, symmetric={way['symmetric']})"
+        raise refused(settings, "format", described)
     return Scaled(_KINDS[way["type"]], _strategy(settings, way))
+
+
+def _pack_quantized(settings: Settings, way: Settings) -> Scheme:
+    if way["strategy"] not in ("channel", "group"):
+        raise refused(settings, "strategy", way["strategy"])
+    if (order := way["actorder"]) not in (None, False, "weight", "static", *_REORDERS):
+        raise refused(settings, "actorder", order)
+    block = _strategy(settings, way)
+    group = block[1] if block else None
+    return CompressedTensors(way["num_bits"], group, way["symmetric"] is False, order in _REORDERS)
+
+
+def _gptq(settings: Settings) -> Scheme:
+    """Of GPTQ's programs."""
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
+        raise refused(settings, "checkpoint_format", "marlin" if settings.get("is_marlin_format") else form)
+    if (bits := settings.get("bits")) not in (2, 4, 8):
+        raise refused(settings, "bits", bits)
+    for name, usual in (("dynamic", ({}, [])), ("pack_dtype", ("int32",))):
+        if (found := settings.get(name)) is not None and found not in usual:
+            raise refused(settings, name, found)
+    reorders = settings.get("desc_act", False) is not False
+    return Gptq(bits, _group(settings, settings.get("group_size")), form == "gptq", reorders)
+
+
+def _awq(settings: Settings) -> Scheme:
+    """Of AWQ's programs, whose fields have two names each."""
+    form = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if form != "gemm":
+        raise refused(settings, "version", form)
+    if (bits := settings.get("bits", settings.get("w_bit"))) != 4:
+        raise refused(settings, "bits", bits)
+    return Awq(_group(settings, settings.get("group_size", settings.get("q_group_size"))))
+
+
+def _group(settings: Settings, size: Any) -> int | None:
+    """Inputs of a group; None for −1, which stands for all."""
+    if type(size) is not int or (size < 1 and size != -1):
+        raise refused(settings, "group_size", size)
+    return None if size == -1 else size
 
 
 def _strategy(settings: Settings, way: Settings) -> tuple[int, int] | None:
@@ -84,6 +127,13 @@ def _strategy(settings: Settings, way: Settings) -> tuple[int, int] | None:
 
 
 _OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder")
+_REORDERS = ("group", "dynamic", True)
+"""Orders of activations whose groups are not of neighbouring inputs."""
 _FORMS = ("float-quantized", "naive-quantized", "int-quantized")
 _KINDS = {"float": EIGHT_BIT_FLOATS[:1], "int": ("I8",)}
-_METHODS: Mapping[str, Callable[[Settings], Scheme]] = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
+_METHODS: Mapping[str, Callable[[Settings], Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}
