@@ -129,7 +129,7 @@ def _plan(folder: Path, scheme: Scheme) -> dict[str, Matrix | StoredTensor]:
 
 def _is_left(name: str) -> bool:
     """Whether a tensor is part of a quantised weight by its name."""
-    return name.endswith(("_scale", "_scale_inv", ".scales", ".qzeros", ".weight_zero_point"))
+    return name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qzeros", ".weight_zero_point"))
 
 
 def _write(folder: Path, scheme: Scheme, new: Path, _: str) -> None:

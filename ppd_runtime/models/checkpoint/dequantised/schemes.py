@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ppd_runtime.models.checkpoint.dequantised.mxfp4 import Mxfp4
 from ppd_runtime.models.checkpoint.dequantised.packed import Awq, CompressedTensors, Gptq
 from ppd_runtime.models.checkpoint.dequantised.scaled import EIGHT_BIT_FLOATS, Scaled
 from ppd_runtime.models.checkpoint.dequantised.stored import Scheme
@@ -136,4 +137,5 @@ _METHODS: Mapping[str, Callable[[Settings], Scheme]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": lambda _: Mxfp4(),
 }
