@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
+ROUTER = ".mlp.gate.weight"
+"""Stays as it is, as in published models."""
 Parts = dict[str, Tensor]
 """What is stored instead of a matrix, by the name behind its module's."""
 Quantise = Callable[[np.random.Generator, int, int], tuple[Parts, Tensor]]
@@ -28,7 +30,7 @@ def write_folders(
     drawn, tensors = np.random.default_rng(seed), load_file(of / WEIGHTS)
     stored, floats = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in tensors.items():
-        if ".layers." in name and tensor.dim() == 2:
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith(ROUTER):
             parts, weights = quantise(drawn, *tensor.shape)
             stored |= {name.removesuffix("weight") + part: found.contiguous() for part, found in parts.items()}
             floats[name] = weights.contiguous()

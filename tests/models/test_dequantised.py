@@ -1,6 +1,6 @@
 """Folders that other programs have quantised: the numbers and texts of the floats that they stand for, or one line."""
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,14 @@ def test_what_is_wrong_with_weights_of_few_bits_is_one_line(model_folder, tmp_pa
     check_refused(model_folder("llama", num_layers=2), tmp_path, form, more, damage, expected)
 
 
+def test_too_little_room_is_one_line(model_folder: ModelFolder, tmp_path: Path, monkeypatch) -> None:
+    settings, quantise = FORMATS["awq"]
+    quantised, _ = write_folders(model_folder("llama", num_layers=2), tmp_path, settings, quantise)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5_000, 5_000))
+    with pytest.raises(ValueError, match="quantised' needs .* GB in .*floats, and 5e-06 GB are free; free some"):
+        describe(str(quantised))
+
+
 SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
 DAMAGES: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "no scale": ({}, lambda tensors: tensors.pop(SCALE), "lacks model.layers.0.mlp.up_proj.weight_scale"),
@@ -342,15 +350,3 @@ DAMAGES: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any
 def test_what_is_wrong_with_a_folder_is_one_line(model_folder: ModelFolder, tmp_path: Path, name: str) -> None:
     more, damage, expected = DAMAGES[name]
     check_refused(model_folder("llama", num_layers=2), tmp_path, "fp8 in blocks", more, damage, expected)
-
-
-def test_a_wrapper_may_say_it_of_its_text_model(model_folder: ModelFolder, tmp_path: Path) -> None:
-    """A method that is not read is refused wherever it stands."""
-    settings, quantise = FORMATS["int-quantized"]
-    quantised, _ = write_folders(model_folder("llama", num_layers=2), tmp_path, settings, quantise)
-    config = json.loads((quantised / "config.json").read_text())
-    config["text_config"] = {"quantization_config": {"quant_method": "hqq"}}
-    del config["quantization_config"]
-    (quantised / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantised by hqq, which is not read"):
-        describe(str(quantised))

@@ -68,8 +68,8 @@ def _settings(config: Mapping[str, Any]) -> Any:
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         for name in _QUANTISED:
-            if fields.get(name) is not None:
-                return fields[name]
+            if found := fields.get(name):
+                return found
     return None
 
 
@@ -144,7 +144,7 @@ def _write(folder: Path, scheme: Scheme, new: Path, _: str) -> None:
         for piece in _finite(name, of)
     )
     plan = _Plan(tensors, half if fits and half else torch.float32)
-    begin_writing(plan.num_bytes, new, folder)
+    begin_writing(plan.num_bytes, cache_folder() / _FOLDER, folder)
     for path in _copied(folder):
         shutil.copyfile(path, new / path.name)
     (new / "config.json").write_text(json.dumps(_of_floats(config, plan.dtype), indent=2) + "\n", encoding="utf-8")
