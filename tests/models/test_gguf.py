@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from two_texts import texts
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, open_method
+from ppd_runtime.models.checkpoint import kept_folders
 from ppd_runtime.models.checkpoint.config import QUANTISED, model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
@@ -204,7 +205,7 @@ def test_a_file_is_written_once_and_again_when_it_changes(model_folder, tmp_path
     second = describe(str(file))
     assert second.folder != first.folder
     assert model_fingerprint(second) != model_fingerprint(first)
-    monkeypatch.setattr(kept, "_ORPHANED_S", -1.0)
+    monkeypatch.setattr(kept_folders, "_ORPHANED_S", -1.0)
     write_model(tmp_path / "other.gguf", model_folder("llama", seed=2), "Q4_0")
     describe(str(tmp_path / "other.gguf"))
     assert not first.folder.exists()

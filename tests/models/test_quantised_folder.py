@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_one_line(model_folder: ModelFolder, tmp_path:
         "no such folder": "give a folder in one that exists",
         "narrow": "has 48 inputs, no multiple of 32; leave weights out",
         "experts": "has stacked experts",
-        "gptq": "its weights are quantised by gptq, which is not read; give the model they were made of",
+        "gptq": "its weights are quantised by gptq with bits=None, not read; give the model that it was made of",
         "cut": "model.safetensors cannot be read: it is cut short",
     }[demand]
     assert reason in line

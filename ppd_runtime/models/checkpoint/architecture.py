@@ -67,12 +67,6 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{refuse}{around}; docs/families.md names the kinds that are")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
         raise ValueError(f"{refuse}not a causal language model; {needed}")
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ValueError(
-            f"{refuse}its weights are quantised by {method or 'another program'}, which is not read; give the model "
-            "they were made of (float32, bfloat16 or float16), and weights int8 or int4 if wanted"
-        )
     try:
         kept = kept_by_layers(config)
         skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))

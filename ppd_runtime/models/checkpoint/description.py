@@ -22,6 +22,7 @@ from ppd_runtime.models.checkpoint.config import (
     text_names_in,
     weight_files,
 )
+from ppd_runtime.models.checkpoint.dequantised.folder import check_scheme, folder_of_floats
 from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
 from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
 from ppd_runtime.models.checkpoint.packages import packaged_file
@@ -90,6 +91,7 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     name, folder = (model, kept_folder(str(file or model))) if file or is_gguf(model) else find_model(model)
     weights = agreed_format(model, weights, card_of(folder))
     config = checked_config(model, folder)
+    scheme = check_scheme(model, folder)
     has_floats = needs_weights and not (file or is_gguf(model) or card_of(folder))
     layers, whole_numbers = _look_into_files(folder) if has_floats else (0, None)
     said = getattr(config, "num_hidden_layers", 0)
@@ -100,7 +102,10 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     found = architecture_of(model, config)
     if needs_weights:
         _check_weights(model, name, folder)
-    if whole_numbers:
+    if scheme and needs_weights:
+        folder = folder_of_floats(model, folder, scheme)
+        config = model_config(folder)
+    elif whole_numbers:
         raise ValueError(f"model {model!r}: {whole_numbers}, which is no format of floats; {AGAIN}")
     if weights:
         check_quantisable(model, weights, found.skeleton)

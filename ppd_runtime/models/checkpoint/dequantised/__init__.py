@@ -1,0 +1,1 @@
+"""Folders that other programs have quantised, read as floats."""
