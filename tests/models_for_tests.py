@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -107,14 +107,20 @@ def vary(model: PreTrainedModel) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
     if model.config.tie_word_embeddings:
         model.get_input_embeddings().weight.mul_(0.1)
-        decoder = model.get_decoder()
+        decoder = _decoder(model)
         getattr(decoder, final_norm(decoder)).weight.add_(9)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The model's decoder; Llama 4's `get_decoder` gives the whole model."""
+    found = model.get_decoder()
+    return found if hasattr(found, "layers") else found.model
 
 
 @torch.no_grad()
 def quieten(model: PreTrainedModel, first: int) -> None:
     """Have the layers from `first` on (counted from 0) change little, so that earlier ones often predict the token."""
-    for layer in model.get_decoder().layers[first:]:
+    for layer in _decoder(model).layers[first:]:
         for name, parameter in layer.named_parameters():
             if parameter.ndim > 1 and _LAST_PRODUCT.search(name):
                 parameter.mul_(0.2)

@@ -16,8 +16,8 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe, load_
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.token_trie import constraint_of
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import has_states
-from ppd_runtime.models.stage.state_range import StateRange
+from ppd_runtime.models.stage.path_range import PathRange
+from ppd_runtime.models.stage.state_range import StateRange, range_class
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead, ModelHead, OracleHead
 from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin, Token
@@ -69,6 +69,17 @@ class RecordingStateRange(_Recording, StateRange):
     """A stage with states that records."""
 
 
+class RecordingPathRange(_Recording, PathRange):
+    """A stage of layers that attend in chunks that records."""
+
+
+_RECORDING: dict[type[LayerRange], type[_Recording]] = {
+    LayerRange: RecordingStage,
+    StateRange: RecordingStateRange,
+    PathRange: RecordingPathRange,
+}
+
+
 @dataclass
 class Decoded:
     """What a run gave."""
@@ -112,8 +123,7 @@ class Bench:
     def stage(self, last: int | None = None, first: int = 0) -> _Recording:
         """Layers of the model from `first` on, all of them by default."""
         layers = _layers(self.info, last or self.info.num_layers, self.dtype, first)
-        kind = RecordingStateRange if has_states(layers.config) else RecordingStage
-        stage = kind(layers, None, first, self.info.longest_in_chunks)
+        stage = _RECORDING[range_class(layers.config)](layers, None, first, self.info.longest_in_chunks)
         stage.decisive, stage.ranges = [], []
         return stage
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.checkpoint.config import model_config, skeleton_of, weight_files
+from ppd_runtime.models.checkpoint.config import entry_size, model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
@@ -53,11 +53,10 @@ def drafter_needs(spec: WorkerSpec) -> DrafterNeeds:
 
 
 def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's key and value in a layer's cache; if layers differ, in a usual layer."""
+    """Bytes of one token's key and value in a layer's cache; if layers differ, in the largest one."""
     if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
         return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    key = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, key = entry_size(config)
     return int(heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
 
 

@@ -12,7 +12,7 @@ from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
-from ppd_runtime.models.stage.library_probe import has_states
+from ppd_runtime.models.stage.library_probe import has_chunks, has_states
 
 _HEAD = """# Families
 
@@ -37,6 +37,9 @@ _NEXT = """
 - [Running it](runtime.md#models): where models come from.
 - [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-model-family): how to add one."""
 
+_FORMS = {"gemma4_text": ({"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2})}
+"""Settings of supported families that are refused."""
+
 
 def main(out: Path) -> None:
     """Ask for each family, without weights, and write the page."""
@@ -57,7 +60,7 @@ def page(why_refused: Callable[[Specimen], str], why_without: Callable[[Specimen
     ]
     lines = [
         _HEAD.format(version=transformers.__version__),
-        "## Supported\n\n| model type | what it is refused for |\n|---|---|",
+        "## Supported\n\n| model type | what it is refused for, or with |\n|---|---|",
         *supported,
         _WRAPPERS.format(families=", ".join(f"`{family}`" for family in WRAPPERS)),
         "\n## Special configurations\n",
@@ -74,8 +77,8 @@ def refusal(specimen: Specimen) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
             specimen.config().save_pretrained(folder)
-        except Exception as error:  # noqa: BLE001 (the library's own refusals have every type there is)
-            return f"not tried: its configuration refuses the small shape ({_cell(error)})"
+        except Exception:  # noqa: BLE001 (the library's own refusals have every type there is)
+            return "not tried: its configuration cannot have the tests' small shape"
         try:
             describe(folder, needs_weights=False)
         except ValueError as error:
@@ -86,14 +89,18 @@ def refusal(specimen: Specimen) -> str:
 
 def without(specimen: Specimen) -> str:
     """The methods and settings that a supported family cannot be run by, and why."""
+    reasons = ["compile: its layers attend in chunks of the text"] if has_chunks(specimen.config()) else []
     with tempfile.TemporaryDirectory() as folder:
         specimen.config().save_pretrained(folder)
         try:
             check_leaving_out(describe(folder, needs_weights=False), "swift")
         except ValueError as error:
             what = "compile, swift, kangaroo" if has_states(specimen.config()) else "swift, kangaroo"
-            return f"{what}: {_cell(error).partition('): ')[2].partition(';')[0]}"
-    return ""
+            reasons.append(f"{what}: {_cell(error).partition('): ')[2].partition(';')[0]}")
+    for settings in _FORMS.get(specimen.family, ()):
+        form = Specimen(specimen.family, settings=specimen.settings | settings)
+        reasons.append(f"`{next(iter(settings))}`: {refusal(form)}")
+    return "; ".join(reasons)
 
 
 def _cell(error: Exception) -> str:

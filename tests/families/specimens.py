@@ -56,17 +56,23 @@ _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2), 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5}
+_GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": _RECURRENT},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    "gemma4_text": _GEMMA_4 | {"hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": _GEMMA_4,
     "granitemoehybrid": _MAMBA | {"layer_types": _RECURRENT},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _RECURRENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _CONVOLUTIONS | {"num_dense_layers": 1},
     "lfm3": _CONVOLUTIONS,
+    "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "intermediate_size_mlp": 64, "moe_layers": [1, 3]}
+    | {"no_rope_layer_interval": 2, "num_experts_per_tok": 1},
     "olmo_hybrid": _DELTA | {"layer_types": _RECURRENT},
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA | {"layer_types": _RECURRENT}),
 }
@@ -75,12 +81,12 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 _SUPPORTED = """
     afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
     deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2
-    gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
-    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe
-    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe
-    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-    youtu
+    gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
@@ -148,15 +154,18 @@ class Wrapper(Specimen):
         known = {name: value for name, value in {**_SHAPE, **_EXPERTS}.items() if _has(type(text), name)}
         tied = self.settings.get("tie_word_embeddings", False)
         fields["tie_word_embeddings"] = fields[name]["tie_word_embeddings"] = tied
-        fields[name] |= known | self.settings
+        fields[name] |= known | _NEEDED.get(text.model_type, {}) | self.settings
+        fields[name].pop("per_layer_config", None)  # it names layers that there are not, and follows from the others
         if kinds := fields[name].get("layer_types"):
             fields[name]["layer_types"] = kinds[:NUM_LAYERS]
         if self.family.startswith("qwen"):
             fields[name]["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
-        for part in (value for other, value in fields.items() if other != name and other.endswith("config")):
+        parts = (value for other, value in fields.items() if other != name and other.endswith("config") and value)
+        for part in parts:
             part |= {size: number for size, number in _SMALL_TOWER.items() if size in part}
             part.pop("layer_types", None)
-        fields |= {name: VOCAB_SIZE - 1 for name in fields if name.endswith(("_token_id", "_token_index"))}
+        of_pictures = VOCAB_SIZE if self.family.startswith("gemma4") else VOCAB_SIZE - 1  # they embed it as padding
+        fields |= {name: of_pictures for name in fields if name.endswith(("_token_id", "_token_index"))}
         fields |= {"alignment_intermediate_size": 64} if "alignment_intermediate_size" in fields else {}
         fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": END_ID}
         fields.pop("transformers_version")
@@ -164,7 +173,8 @@ class Wrapper(Specimen):
 
 
 _SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32, "embed_dim": 32}
-_SMALL_TOWER |= {"deepstack_visual_indexes": [0]}
+_SMALL_TOWER |= {"deepstack_visual_indexes": [0], "vision_output_dim": 32}
+_SMALL_TOWER |= {"projector_input_dim": 32, "projector_output_dim": 32}
 _SMALL_TOWER |= dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_heads", "num_attention_heads"), 2)
 """Of what reads pictures."""
 WRAPPED = tuple(Wrapper(family, kind, settings) for family in WRAPPERS for kind, settings in _HEADS.items())
@@ -198,6 +208,8 @@ _MIXED = ["sliding_attention" if i % 2 else "full_attention" for i in range(NUM_
 _MULTIPLIERS = {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 2.0}
 _MULTIPLIERS |= {"embedding_multiplier": 12.0}
 
+_KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 _PHI_4_MINI = _long_rope(short_factor=[1.0, 1.1, 1.2], long_factor=[2.0, 3.0, 4.0])
 _PHI_4_MINI |= {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
 
@@ -234,6 +246,10 @@ SPECIAL: tuple[Specimen, ...] = (
         "gemma2", "soft caps", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "sliding_window": 5}
     ),
     Specimen("cohere", "scaled logits", {"logit_scale": 0.5}),
+    Specimen("gemma4_text", "keys as values, experts", _KEYS_AS_VALUES | _EXPERTS_BESIDE),
+    Specimen("gemma4_text", "keys as values, a window of 16", _KEYS_AS_VALUES | {"sliding_window": 16}),
+    Specimen("llama4_text", "chunks of 16", {"attention_chunk_size": 16}),
+    Specimen("llama4_text", "no experts, no norms of queries", {"moe_layers": [], "use_qk_norm": False}),
     *(Specimen("llama", f"{depth} layers", {"num_hidden_layers": depth}) for depth in (2, 3, 13)),
     *(Specimen("qwen3", f"{heads} key/value heads", {"num_key_value_heads": heads}) for heads in (1, 4)),
 )

@@ -24,6 +24,7 @@ from ppd_runtime.models.stage.library_probe import (
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
 from ppd_runtime.models.stage.states import new_cache
+from ppd_runtime.models.stage.trees import chain_of
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,16 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{refuse}{around}; docs/families.md names the kinds that are")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
         raise ValueError(f"{refuse}not a causal language model; {needed}")
+    if why := _untold_inputs(config):
+        raise ValueError(f"{refuse}{why}")
     try:
         kept = kept_by_layers(config)
+    except ValueError as error:
+        raise ValueError(f"{refuse}{_in_words(error)}") from error
+    try:
         skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))
     except Exception as error:  # every architecture checks its settings in its own way
-        raise ValueError(f"{refuse}cannot be built from its config.json: {one_line(error)}") from error
+        raise ValueError(f"{refuse}transformers cannot build it from its config.json: {_text(error)}") from error
     base = getattr(skeleton, "model", None)
     layers = getattr(base, "layers", None)
     if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
@@ -84,8 +90,30 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         scale = embedding_scale(deeper)
         _check_layers(deeper, kept, scale)
     except Exception as error:  # every architecture asks for its own inputs
-        raise ValueError(f"{refuse}its layers cannot run one by one: {one_line(error)}; {needed}") from error
+        raise ValueError(f"{refuse}its layers cannot run one by one: {_in_words(error)}; {needed}") from error
     return deeper
+
+
+def _in_words(error: Exception) -> str:
+    """What was raised, without its type: a sentence, or a stop in the library's code."""
+    return _text(error) if isinstance(error, ValueError) else f"transformers' code stops ({_text(error)})"
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _untold_inputs(config: PretrainedConfig) -> str | None:
+    """What layers would need besides hidden states and what their own tokens have left; None: nothing known."""
+    if getattr(config, "hidden_size_per_layer_input", None):
+        return "each layer reads an embedding of its own of the token (per-layer inputs), which stages do not exchange"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some layers attend to the keys and values of another layer, which may be in another stage"
+    if getattr(config, "use_bidirectional_attention", None) in ("all", True):
+        return "a token attends to later tokens too, so a text cannot be continued token by token"
+    if getattr(config, "num_layers", None) and config.num_hidden_layers == 2 * config.num_layers:
+        return "each of its layers attends twice and keeps two sets of keys and values"
+    return None
 
 
 def tokens_until_recomputed(model: str, skeleton: PreTrainedModel, most_tokens: int) -> int | None:
@@ -112,9 +140,14 @@ def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | 
         entries = torch.zeros(1, 1, position, 1, device="cpu")
         layer.update(entries, entries)
     kinds = getattr(skeleton.config, "layer_types", None) or ["one kind"] * len(layers)
-    for kind, mask in zip(kinds, attention_masks(skeleton, cache, 1, position), strict=True):
-        if mask is not None and not mask.all():
-            raise ValueError(f"in layers of {kind} a token attends to less than their caches hold")
+    ours = new_cache(kept, position + 1)
+    ours.set_length(position)
+    expected = chain_of(1, torch.device("cpu")).masks(dict(enumerate(ours.layers)), torch.float32)
+    for number, mask in enumerate(attention_masks(skeleton, cache, 1, position)):
+        if kept[number].chunked or mask is not None:
+            seen = torch.ones_like(expected[number], dtype=torch.bool) if mask is None else mask.cpu()
+            if not torch.equal(seen, expected[number] == 0):
+                raise ValueError(f"in layers of {kinds[number]} a token attends to other tokens than their caches say")
     check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
     states = torch.zeros(1, 1, skeleton.config.hidden_size, device="meta", dtype=skeleton.dtype)
     for number, layer in enumerate(layers):

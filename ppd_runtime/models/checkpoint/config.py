@@ -88,11 +88,21 @@ def model_type(folder: Path) -> str:
 def heavy_length(folder: Path, dtype: torch.dtype) -> float:
     """About the number of tokens whose keys and values equal the weights in bytes; infinite without weights."""
     config, files = model_config(folder), [path for path in weight_files(folder) if path.is_file()]
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads, head_dim = entry_size(config)
     entries = 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
     return sum(path.stat().st_size for path in files) / entries or math.inf
+
+
+def entry_size(config: PretrainedConfig) -> tuple[int, int]:
+    """Heads of a layer's keys and numbers of a head; of the largest layer, if layers differ."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+    def of(layer: PretrainedConfig) -> tuple[int, int]:
+        heads = layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        return getattr(layer, "num_key_value_heads", None) or heads, head_dim
+
+    return max(map(of, layers), key=math.prod)
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:

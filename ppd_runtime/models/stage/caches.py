@@ -39,6 +39,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self._memory, self._index = memory or LayersMemory(index + 1), index
         self.capacity = capacity
         self.sliding_window = sliding_window
+        self.is_chunked = False
+        """Whether a token sees only those of the newest `sliding_window` that are in its own chunk of the text."""
         self.length = 0
         self.rows: tuple[Tensor, ...] = ()
         """Keys and values as they lie in memory, `[rows, heads, head_dim]`, capacity rounded up."""
@@ -132,6 +134,13 @@ class SomeLayersCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append to the layer that the model knows as `layer_idx`."""
         return self.layers[self._places[layer_idx]].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the layer that the model knows as `layer_idx`; where there is none, in the first of these.
+
+        Between passes all hold as many; in a pass those that have run hold more.
+        """
+        return self.layers[self._places.get(layer_idx, 0)].get_seq_length()
 
 
 class LayersMemory:

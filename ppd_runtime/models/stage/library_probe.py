@@ -27,6 +27,21 @@ _WITH_STATES = {
 """Caches of a recurrent state, and whether they have keys and values by position too."""
 
 
+_CHUNKED = "chunked_attention"
+"""A kind of layer by the library's name; its cache is that of a window."""
+
+
+_OTHER_CACHES = {
+    "indexed_attention": "choose the tokens that they attend to by an index, whose own keys are not kept here",
+    **dict.fromkeys(
+        ("compressed_sparse_attention", "heavily_compressed_attention"),
+        "keep several tokens as one compressed entry, which cannot be cut back to a token",
+    ),
+    **dict.fromkeys(("mlp", "moe"), "have no attention and keep nothing, for which there is no cache here"),
+}
+"""What layers of the library's other kinds do."""
+
+
 class Kept(NamedTuple):
     """What a layer keeps of the tokens that it has seen."""
 
@@ -36,6 +51,8 @@ class Kept(NamedTuple):
     """Whether it keeps keys and values."""
     states: bool = False
     """Whether it keeps a recurrent state or a convolution's window."""
+    chunked: bool = False
+    """Whether a token attends only within its own chunk of the text, of `window` tokens; chunks start at position 0."""
 
 
 def cache_windows(config: PretrainedConfig) -> list[int | None]:
@@ -48,6 +65,11 @@ def cache_windows(config: PretrainedConfig) -> list[int | None]:
     if odd := {kinds[number] if kinds else "state" for number, layer in enumerate(kept) if layer.states}:
         raise _no_plain_cache(odd)
     return [layer.window for layer in kept]
+
+
+def has_chunks(config: PretrainedConfig) -> bool:
+    """Whether a layer attends in chunks of the text."""
+    return any(layer.chunked for layer in kept_by_layers(config))
 
 
 def has_states(config: PretrainedConfig) -> bool:
@@ -74,13 +96,14 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
     found = {size: _entries_handed_out(size) for size in {getattr(layer, "sliding_window", None) for layer in layers}}
     windows = [found[getattr(layer, "sliding_window", None)] for layer in layers]
     return [
-        Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES)
-        for window, layer in zip(windows, layers, strict=True)
+        Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES, kind == _CHUNKED)
+        for window, layer, kind in zip(windows, layers, kinds, strict=False)
     ]
 
 
 def _no_plain_cache(kinds: set[str]) -> ValueError:
-    return ValueError(f"layers of kind {', '.join(sorted(kinds))} have no plain cache")
+    words = sorted({_OTHER_CACHES.get(kind, f"are of kind {kind}, of which nothing is kept here") for kind in kinds})
+    return ValueError(f"some of its layers {' and '.join(words)}")
 
 
 def _entries_handed_out(size: int | None) -> int | None:
@@ -294,7 +317,7 @@ def _in_a_pair(states: Tensor) -> Any:
 def _notes(layer: nn.Module, index: int, told: dict[int, dict[str, Any]], given: Callable[[Tensor], Any]) -> nn.Module:
     """The layer with its attributes, which does nothing but note what it is told."""
 
-    def forward(hidden_states: Tensor, **others: Any) -> Any:
+    def forward(hidden_states: Tensor, *_: Any, **others: Any) -> Any:
         told[index] = others
         return given(hidden_states)
 

@@ -193,6 +193,13 @@ def some_layers(decoder: nn.Module, numbers: Sequence[int]) -> nn.Module:
     return twin
 
 
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """What heads ask of a decoder's output."""
+
+    shared_kv_states: Any = None
+
+
 class _NormOnly(nn.Module):
     """Stands in for the decoder where only the final norm is left to do."""
 
@@ -202,7 +209,7 @@ class _NormOnly(nn.Module):
         self.norm = norm  # the decoder's numbers are there because a head may read one
 
     def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+        return _DecoderOutput(last_hidden_state=self.norm(inputs_embeds))
 
 
 def with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> nn.Module:

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import num_tokens, part_of
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import has_states, kept_by_layers
+from ppd_runtime.models.stage.library_probe import has_chunks, has_states, kept_by_layers
+from ppd_runtime.models.stage.path_range import PathRange
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.states import StateCache
 
@@ -74,4 +75,6 @@ class StateRange(LayerRange):
 
 def range_class(config: PretrainedConfig) -> type[LayerRange]:
     """The class for a model's layers."""
-    return StateRange if has_states(config) else LayerRange
+    if has_states(config):
+        return StateRange
+    return PathRange if has_chunks(config) else LayerRange

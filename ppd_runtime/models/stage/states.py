@@ -310,7 +310,10 @@ def new_cache(
     """A cache for layers that keep this: with states if a layer has one."""
     if any(layer.states for layer in kept):
         return StateCache(kept, capacity, first, dtype)
-    return StageCache([layer.window for layer in kept], capacity, first, moves=moves)
+    cache = StageCache([layer.window for layer in kept], capacity, first, moves=moves)
+    for layer, of_layer in zip(cache.layers, kept, strict=True):
+        layer.is_chunked = of_layer.chunked
+    return cache
 
 
 def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:

@@ -25,7 +25,7 @@ class TokenTree:
     """
 
     def __init__(self, paths: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self._paths, self._device, self.size = paths, device, len(paths)
+        self.paths, self._device, self.size = paths, device, len(paths)
         self.extent = 1 + max(map(max, paths))
         """Rows after the text, up to the last one that a token sees."""
         self.is_chain = all(path == tuple(range(i + 1)) for i, path in enumerate(paths))
@@ -46,23 +46,23 @@ class TokenTree:
     @cached_property
     def rows(self) -> Tensor:
         """`[tokens]`: where each token's entries go, counted from the text's end on."""
-        return torch.tensor([path[-1] for path in self._paths], device=self._device)
+        return torch.tensor([path[-1] for path in self.paths], device=self._device)
 
     @cached_property
     def depths(self) -> Tensor:
         """`[tokens]`: tokens between each and the text before the tree."""
-        return torch.tensor([len(path) - 1 for path in self._paths], device=self._device)
+        return torch.tensor([len(path) - 1 for path in self.paths], device=self._device)
 
     def part(self, start: int, end: int) -> "TokenTree":
         """Some of the tokens, which run after those before them."""
-        return tree_of(tuple(self._paths[start:end]), self._device)
+        return tree_of(tuple(self.paths[start:end]), self._device)
 
     def lists(self, position: int) -> Tensor:
         """`[tokens, positions]`: the rows that each token sees: those of the text, up to the tree at `position`, and
         its path; after the path's end, any rows.
         """
-        deepest = max(map(len, self._paths))
-        paths = torch.tensor([[*path, *path[-1:] * (deepest - len(path))] for path in self._paths], device=self._device)
+        deepest = max(map(len, self.paths))
+        paths = torch.tensor([[*path, *path[-1:] * (deepest - len(path))] for path in self.paths], device=self._device)
         text = torch.arange(position, device=self._device).expand(self.size, -1)
         return torch.cat([text, position + paths], dim=1)
 
@@ -71,7 +71,7 @@ class TokenTree:
         """Whether a token sees a row, `[tokens, extent]`, and the depth of each row's token, `[extent]`."""
         sees = torch.zeros(self.size, self.extent, dtype=torch.bool)
         depths = torch.zeros(self.extent, dtype=torch.int64)
-        for token, path in enumerate(map(list, self._paths)):
+        for token, path in enumerate(map(list, self.paths)):
             sees[token, path], depths[path] = True, torch.arange(len(path))
         return sees.to(self._device), depths.to(self._device)
 
@@ -80,17 +80,26 @@ class TokenTree:
 
         `layers` are the caches, each before the pass.
         """
-        made: dict[tuple[int | None, int], Tensor] = {}
-        for layer in layers.values():
-            if (key := (layer.sliding_window, layer.length)) not in made:
-                made[key] = self._mask(layer, dtype)
-        return {number: made[layer.sliding_window, layer.length] for number, layer in layers.items()}
+        made: dict[tuple[int | None, bool, int], Tensor] = {}
+        keys = {number: (layer.sliding_window, layer.is_chunked, layer.length) for number, layer in layers.items()}
+        for number, key in keys.items():
+            if key not in made:
+                made[key] = self._mask(layers[number], dtype)
+        return {number: made[key] for number, key in keys.items()}
 
     def _mask(self, layer: PreallocatedLayer, dtype: torch.dtype) -> Tensor:
         attended, _ = layer.get_mask_sizes(self.size)
         start = torch.tensor([layer.length], device=self.depths.device)
-        hides = self._hides(start, layer.length + self.size, layer.sliding_window)[None, None, :, -attended:]
-        return torch.where(hides, *self._scale(dtype))
+        hides = self._hides(start, layer.length + self.size, layer.sliding_window)
+        if layer.is_chunked and layer.sliding_window:
+            hides = hides | self._hides_earlier_chunks(layer.length, layer.sliding_window)
+        return torch.where(hides[None, None, :, -attended:], *self._scale(dtype))
+
+    def _hides_earlier_chunks(self, position: int, chunk: int) -> Tensor:
+        """Which rows lie in another chunk of the text than each token, `[tokens, rows]`; the tree is at `position`."""
+        _, depths = self._sees
+        rows = torch.cat([torch.arange(position, device=depths.device), position + depths])[: position + self.size]
+        return rows // chunk != ((position + self.depths) // chunk)[:, None]
 
     def mask(self, start: Tensor, rows: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """What the tokens see of a cache's first rows: an additive mask, `[1, 1, tokens, rows]`.

@@ -1,0 +1,42 @@
+"""A layer range whose attention counts positions by its cache: the tokens of a tree run path by path."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.library_probe import kept_by_layers
+from ppd_runtime.models.stage.states import new_cache
+from ppd_runtime.models.stage.trees import token_tree
+
+
+class PathRange(LayerRange):
+    """A `LayerRange` with layers that attend in chunks of the text; it has no compiled code.
+
+    The library's code takes a token's position from how many tokens the cache holds, so two candidates of one position
+    cannot run in one pass. Each token of a tree runs alone behind its path, and so has the bits of its own pass.
+    """
+
+    def _find_windows(self) -> list[int | None]:
+        self._kept = kept_by_layers(self.model.config)
+        return super()._find_windows()
+
+    def _new_cache(self, capacity: int) -> StageCache:
+        return new_cache(self._kept, capacity, self.first_layer, self.model.dtype, moves=False)
+
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
+        self.check_position(0, position)
+        order, paths = self.cache.memory.order, token_tree(tuple(parents), self.device).paths
+        found = list[Tensor]()
+        for token, path in zip(token_ids, paths, strict=True):
+            exchanges = [(position + place, position + row) for place, row in enumerate(path) if place != row]
+            for exchange in exchanges:
+                order.exchange(*exchange)
+            self.cache.set_length(position + len(path) - 1)
+            found.append(self._run_library(0, self.num_layers, [token], position + len(path) - 1))
+            for exchange in reversed(exchanges):
+                order.exchange(*exchange)
+        self.cache.set_length(position + len(token_ids))
+        return torch.cat(found, dim=1)
