@@ -122,6 +122,7 @@ def test_the_guide_is_what_is_written() -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("deepseek_v32", {}, "an index, whose own keys"),
         ("longcat_flash", {}, "attends twice"),
+        ("llama", {"layer_types": ["chunked_attention"] * 32, "attention_chunk_size": 5}, "than their caches say"),
         ("nanochat", {}, "cannot be cut"),
         ("minicpm3", {}, "cannot be cut"),
         ("mamba2", {}, "such as Llama"),
