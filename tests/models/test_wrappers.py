@@ -84,7 +84,7 @@ def test_the_processors_chat_template_is_the_tokenizers(tmp_path: Path) -> None:
         OrdinaryDecoding(str(folder), dtype="float32").chat(picture)
 
 
-@pytest.mark.parametrize("family", ["paligemma", "mllama", "gemma4"])
+@pytest.mark.parametrize("family", ["paligemma", "mllama"])
 def test_others_are_refused_in_one_line(family: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"\({family}\): a model around a text model \(\w+\)") as refused:

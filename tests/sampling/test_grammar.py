@@ -28,8 +28,8 @@ def nested(levels: int) -> object:
     ("settings", "named"),
     [
         ({"schema": "[1"}, r"schema='\[1': is no JSON"),
-        ({"schema": 5}, "schema='5': give a JSON schema, an object"),
-        ({"schema": False}, "schema='false': give a JSON schema, an object"),
+        ({"schema": 5}, "schema=5: give a JSON schema, an object"),
+        ({"schema": False}, "schema=False: give a JSON schema, an object"),
         ({"schema": {1, 2}}, "schema={1, 2}: is no JSON"),
         ({"schema": "x" * (2**16 + 1)}, "schema='xxxxxx"),
         ({"schema": nested(64)}, "schema=.*: has more than 64 levels"),
