@@ -60,7 +60,7 @@ def find_heads(config: RuntimeConfig, info: ModelInfo, launcher: str) -> Heads:
 
 
 def _at_exit(heads: dict[int, HeadInfo], config: RuntimeConfig, info: ModelInfo) -> dict[int, HeadInfo]:
-    """Of several heads the one for the exit layer; if that is not given, the nearest behind half depth.
+    """Choose among several heads the one for the exit layer; if that is not given, the nearest behind half depth.
 
     It lies within an eighth of the depth: a later exit leaves sub-processes less to do ahead. Empty without one.
     """

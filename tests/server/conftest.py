@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
-from servers import TEMPLATE, Running, running
+from servers import DEADLINE_S, HERMES, TEMPLATE, Running, running
+from written_replies import Written
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -24,4 +26,26 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(ordinary: OrdinaryDecoding, template: Path) -> Iterator[Running]:
     with running(ordinary, chat_template=template, served_model_name="tiny") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's own."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def written(model_folder: Callable[..., Path]) -> Written:
+    """Decoding that writes the replies it is given."""
+    return Written(model_folder("llama", num_layers=2, max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def writing_server(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server over `written`, whose template knows tools and thinking."""
+    file = tmp_path_factory.mktemp("templates") / "hermes.jinja"
+    file.write_text(HERMES)
+    with running(written, chat_template=file, served_model_name="tiny") as found:
         yield found

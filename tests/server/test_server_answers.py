@@ -1,22 +1,15 @@
 """The server's answers, asked for by OpenAI's own client over a socket."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from servers import DEADLINE_S, Running, running
+from servers import Running, running
 
 from ppd_runtime import OrdinaryDecoding
 
 PROMPT = "import os and then"
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as found:
-        yield found
 
 
 def complete(client: openai.OpenAI, **settings):

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,8 @@ USER = {"role": "user", "content": "Weather?"}
 
 
 @pytest.fixture(scope="module")
-def written(model_folder: Callable[..., Path]) -> Written:
-    return Written(model_folder("llama", num_layers=2, max_position_embeddings=2048))
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("templates") / "hermes.jinja"
-    found.write_text(HERMES)
-    return found
-
-
-@pytest.fixture(scope="module")
-def server(written: Written, template: Path) -> Iterator[Running]:
-    with running(written, chat_template=template, served_model_name="tiny") as found:
-        yield found
+def server(writing_server: Running) -> Running:
+    return writing_server
 
 
 def ask(server: Running, **settings: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`/v1/responses`, asked for by OpenAI's own client: texts, tools, thinking, streams, and what is refused."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,22 +28,8 @@ REPLY = (
 
 
 @pytest.fixture(scope="module")
-def written(model_folder: Callable[..., Path]) -> Written:
-    return Written(model_folder("llama", num_layers=2, max_position_embeddings=2048))
-
-
-@pytest.fixture(scope="module")
-def server(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    template = tmp_path_factory.mktemp("templates") / "hermes.jinja"
-    template.write_text(HERMES)
-    with running(written, chat_template=template, served_model_name="tiny") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0) as found:
-        yield found
+def server(writing_server: Running) -> Running:
+    return writing_server
 
 
 def ask(client: openai.OpenAI, **settings: Any) -> Any:

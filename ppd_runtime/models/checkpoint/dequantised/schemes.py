@@ -38,7 +38,7 @@ def refused(settings: Settings, name: str, found: object) -> ValueError:
 
 
 def _fp8(settings: Settings) -> Scheme:
-    """Of DeepSeek, Qwen and others: floats of eight bits; a scale for each block, or for the matrix."""
+    """The scheme of DeepSeek, Qwen and others: floats of eight bits; a scale for each block, or for the matrix."""
     if (fmt := settings.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise refused(settings, "fmt", fmt)
     return Scaled(EIGHT_BIT_FLOATS[:1], _block(settings, settings.get("weight_block_size")))
@@ -53,7 +53,7 @@ def _block(settings: Settings, block: Any) -> tuple[int, int] | None:
 
 
 def _compressed_tensors(settings: Settings) -> Scheme:
-    """Of the library compressed-tensors: one way for all groups of modules."""
+    """The schemes of the library compressed-tensors: one way for all groups of modules."""
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise refused(settings, "sparsity_config", sparsity)
@@ -86,7 +86,7 @@ def _pack_quantized(settings: Settings, way: Settings) -> Scheme:
 
 
 def _gptq(settings: Settings) -> Scheme:
-    """Of GPTQ's programs."""
+    """The scheme of GPTQ's programs."""
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
         raise refused(settings, "checkpoint_format", "marlin" if settings.get("is_marlin_format") else form)
@@ -100,7 +100,7 @@ def _gptq(settings: Settings) -> Scheme:
 
 
 def _awq(settings: Settings) -> Scheme:
-    """Of AWQ's programs, whose fields have two names each."""
+    """The scheme of AWQ's programs, whose fields have two names each."""
     form = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if form != "gemm":
         raise refused(settings, "version", form)
