@@ -42,10 +42,16 @@ def written(model_folder: Callable[..., Path]) -> Written:
     return Written(model_folder("llama", num_layers=2, max_position_embeddings=2048))
 
 
-@pytest.fixture(scope="module")
-def writing_server(written: Written, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server over `written`, whose template knows tools and thinking."""
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A template that knows tools and thinking."""
     file = tmp_path_factory.mktemp("templates") / "hermes.jinja"
     file.write_text(HERMES)
-    with running(written, chat_template=file, served_model_name="tiny") as found:
+    return file
+
+
+@pytest.fixture(scope="module")
+def writing_server(written: Written, hermes: Path) -> Iterator[Running]:
+    """A server over `written`."""
+    with running(written, chat_template=hermes, served_model_name="tiny") as found:
         yield found

@@ -165,9 +165,9 @@ def test_tokens_are_counted(server: Running, written: Written) -> None:
     assert count == {"input_tokens": ask(server)["usage"]["input_tokens"]}
 
 
-def test_keys_come_as_anthropics_clients_send_them(written: Written, template: Path) -> None:
+def test_keys_come_as_anthropics_clients_send_them(written: Written, hermes: Path) -> None:
     written.replies = deque(["Yes."])
-    with running(written, key="secret", chat_template=template) as server:
+    with running(written, key="secret", chat_template=hermes) as server:
         server.headers = {"x-api-key": "secret"}
         assert ask(server, model=None)["content"] == [{"type": "text", "text": "Yes."}]
         for headers in ({"x-api-key": "wrong"}, {"authorization": "Bearer wrong", "x-api-key": "secret"}, {}):
