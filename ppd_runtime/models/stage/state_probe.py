@@ -45,6 +45,8 @@ def chunks_start_from_states(skeleton: PreTrainedModel) -> bool:
 
 def _depends(skeleton: PreTrainedModel, number: int) -> bool:
     before = {key: part.detach().requires_grad_() for key, part in left_by_layer(skeleton, number).items()}
+    if not before:  # the layer did not get so far without weights: nothing is known
+        return False
     after = left_by_layer(skeleton, number, before)
     return all(key in after and _depends_on(after[key], part) for key, part in before.items() if is_recurrent(key))
 
