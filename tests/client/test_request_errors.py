@@ -236,8 +236,11 @@ def test_a_processor_that_fails_ends_its_request_alone(folder: Path, expected: t
     with open_method(str(folder), dtype="float32", **WAYS[way]) as method:
         whole = Failing((*PROMPT, *expected))
         if expected:
-            result = method.generate(PROMPT, max_new_tokens=20, ignore_eos=True, logits_processors=whole)
-            assert result.token_ids == expected[:20]
+            for _ in range(50 if way in GUESSING else 1):  # wrong guesses that come too late are asked nothing
+                result = method.generate(PROMPT, max_new_tokens=20, ignore_eos=True, logits_processors=whole)
+                assert result.token_ids == expected[:20]
+                if whole.failed:
+                    break
             assert whole.failed or way not in GUESSING, "guesses are its business too"
         for text in ((*PROMPT, *expected[:3]), ()):
             with pytest.raises(RequestError, match=r"logits_processors: .*Failing.* raised KeyError"):
