@@ -15,7 +15,6 @@ from ppd_runtime.methods.self_speculative import SelfSpeculativeDecoding
 from ppd_runtime.methods.speculation import MethodSettings
 from ppd_runtime.methods.swift import SwiftSettings
 from ppd_runtime.results import GenerationResult
-from ppd_runtime.runtime import PPDRuntime
 from ppd_runtime.sampling.params import SAMPLING_SETTINGS
 from ppd_runtime.settings.fields import UnknownSettingError
 
@@ -52,6 +51,8 @@ def open_method(model: str | Path, method: str = "ppd", **settings: Any) -> Text
     if method == "autoregressive":
         _check_names(method, settings, _names(OrdinaryDecoding) - {"model"})
         return OrdinaryDecoding(model, **settings)
+    from ppd_runtime.runtime import PPDRuntime  # the other methods start without it, and sooner
+
     if "threads" in settings:  # what the other methods call it
         settings["threads_per_worker"] = settings.pop("threads")
     _check_names(method, settings, _names(PPDRuntime) - {"model"})
