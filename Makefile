@@ -8,8 +8,8 @@ ROOMS := $(sort $(dir $(wildcard tests/*/test_*.py)))
 TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/families/,$(ROOMS))  # the long files first, short ones fill up
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
-.PHONY: demo test smoke check unit processes bench docs figures parts clean nightly nightly-tests nightly-faults nightly-endings \
-  nightly-endurance nightly-model-check nightly-fuzz nightly-peers
+.PHONY: demo test smoke check unit processes bench docs figures parts clean nightly nightly-families nightly-processes nightly-rest \
+  nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -37,10 +37,14 @@ processes: .venv/test.stamp
 	$(PYTEST) tests/processes
 
 # Each part prints its seed and can run by itself, as hours are free; `make -k nightly` goes on behind a part that fails.
-nightly: nightly-tests nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers
+nightly: nightly-families nightly-processes nightly-rest nightly-faults nightly-endings nightly-endurance \
+  nightly-model-check nightly-fuzz nightly-peers
 
-nightly-tests: .venv/test.stamp
-	$(NIGHTLY) -m nightly $(TESTS)
+nightly-families nightly-processes: nightly-%: .venv/test.stamp
+	$(NIGHTLY) -m nightly tests/$*
+
+nightly-rest: .venv/test.stamp
+	$(NIGHTLY) -m nightly $(filter-out tests/families tests/processes,$(TESTS))
 
 nightly-faults: .venv/test.stamp
 	PPD_FAULTS=100 $(NIGHTLY) --timeout 0 tests/client/test_faults.py
