@@ -16,20 +16,27 @@ from ppd_runtime.models.stage.library_probe import has_chunks, has_states
 
 _HEAD = """# Families
 
-Written by `PYTHONPATH=tests python -m families docs/families.md`, with transformers {version}.
+This page lists the model types that the runtime supports, and those that it refuses, with the reason.
+`PYTHONPATH=tests python -m families docs/families.md` writes it, with transformers {version}.
 
-The tests make a small random model of each supported family and of each special configuration. Ordinary decoding
-gives the tokens of transformers' `generate`. Layouts and methods give ordinary decoding's tokens, greedy and sampled,
-in float32. `make test` tries one layout and one method for each model, one of them greedy and one sampled.
+The tests make a small random model of each supported type and of each special configuration. Ordinary decoding gives
+the tokens of transformers' `generate`. Layouts and methods give ordinary decoding's tokens, greedy and sampled, in
+float32. `make test` tries one layout and one method for each model, one of them greedy and one sampled.
 `make nightly` tries all layouts and methods, with more prompts, and layouts in bfloat16.
-[exactness.md](exactness.md) says how windows and rotary tables are found.
+[Exactness](exactness.md#what-transformers-does-counts) says how windows and rotary tables are found.
 """
 _WRAPPERS = """
-## Text models of models that read pictures
+## Text models of multimodal models
 
-The text model of these runs by itself. Messages with pictures are refused.
+Of these models the runtime runs the text model alone. Messages with pictures are refused.
 
 {families}"""
+_SPECIAL = """
+## Special configurations
+
+The tests also try these settings of supported types. "Overlooked" fields are in the configuration, but the model's code
+does not read them.
+"""
 _NEXT = """
 ## What to read next
 
@@ -60,10 +67,10 @@ def page(why_refused: Callable[[Specimen], str], why_without: Callable[[Specimen
     ]
     lines = [
         _HEAD.format(version=transformers.__version__),
-        "## Supported\n\n| model type | what it is refused for, or with |\n|---|---|",
+        "## Supported\n\n| model type | what is refused for this type |\n|---|---|",
         *supported,
         _WRAPPERS.format(families=", ".join(f"`{family}`" for family in WRAPPERS)),
-        "\n## Special configurations\n",
+        _SPECIAL,
         *(f"- {specimen.name}" for specimen in SPECIAL),
         "\n## Refused, or not tried\n\n| model type | why |\n|---|---|",
         *others,
