@@ -43,6 +43,7 @@ PLAN = (
     ("Hops between two processes", "hop --count 100"),
     ("The server", "serving --at-once 1,2,4,8,16"),
     ("", "serving --at-once 8 --requests 200 --bad-share 0.2 --leave-share 0.2 --kill-every-s 5"),
+    ("", "forms --rounds 3"),
     ("Start-up and the first token", "startup --rounds 2"),
     ("Lost workers", "faults --faults 10"),
     ("Beside other engines", "peers --rounds 2 --limit 1 --tokens 32"),
