@@ -56,8 +56,10 @@ _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2), 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-_GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5}
+_GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB_SIZE}
 _GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)}
+_EFFECTIVE = {"hidden_size_per_layer_input": 8}
+_E2B = _EFFECTIVE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": _RECURRENT},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
@@ -177,7 +179,10 @@ _SMALL_TOWER |= {"deepstack_visual_indexes": [0], "vision_output_dim": 32}
 _SMALL_TOWER |= {"projector_input_dim": 32, "projector_output_dim": 32}
 _SMALL_TOWER |= dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_heads", "num_attention_heads"), 2)
 """Of what reads pictures."""
-WRAPPED = tuple(Wrapper(family, kind, settings) for family in WRAPPERS for kind, settings in _HEADS.items())
+WRAPPED = (
+    *(Wrapper(family, kind, settings) for family in WRAPPERS for kind, settings in _HEADS.items()),
+    Wrapper("gemma4", "as E2B has them", _E2B),
+)
 """Models that also read pictures, of which the text model runs."""
 
 
@@ -248,6 +253,9 @@ SPECIAL: tuple[Specimen, ...] = (
     Specimen("cohere", "scaled logits", {"logit_scale": 0.5}),
     Specimen("gemma4_text", "keys as values, experts", _KEYS_AS_VALUES | _EXPERTS_BESIDE),
     Specimen("gemma4_text", "keys as values, a window of 16", _KEYS_AS_VALUES | {"sliding_window": 16}),
+    Specimen("gemma4_text", "per-layer inputs", _EFFECTIVE),
+    Specimen("gemma4_text", "per-layer inputs, a shared layer", _EFFECTIVE | {"num_kv_shared_layers": 1}),
+    Specimen("gemma4_text", "as E2B has them", _E2B),
     Specimen("llama4_text", "chunks of 16", {"attention_chunk_size": 16}),
     Specimen("llama4_text", "no experts, no norms of queries", {"moe_layers": [], "use_qk_norm": False}),
     *(Specimen("llama", f"{depth} layers", {"num_hidden_layers": depth}) for depth in (2, 3, 13)),

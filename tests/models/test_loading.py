@@ -201,7 +201,6 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
         (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "(mamba): a decoder with"),
         (transformers.JambaConfig(**SMALL), "(jamba): its layers cannot run one by one"),
         (transformers.CLIPConfig(), "(clip): a model around a text model (clip_text_model)"),
-        (transformers.Gemma3nTextConfig(**SMALL), "(gemma3n_text): each layer reads an embedding of its own"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

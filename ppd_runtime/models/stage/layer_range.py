@@ -17,13 +17,14 @@ from ppd_runtime.models.stage.arena import RowArena
 from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
-from ppd_runtime.models.stage.embedding import Embedding
+from ppd_runtime.models.stage.embedding import first_states
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.held_sequence import HeldSequence
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
+from ppd_runtime.models.stage.wide import state_size
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -35,7 +36,7 @@ pass has rows of several texts or branches."""
 class LayerRange(HeldSequence):
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
 
-    Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
+    Hidden states are `[1, tokens, state_size]`; positions count from 0; layer ranges are half-open and count from 0.
 
     Args:
         model: its layers are the stage's.
@@ -58,7 +59,9 @@ class LayerRange(HeldSequence):
         self.device = model.device
         """The weights' device; the library would search all of a model's modules at each call."""
         self._on_cuda = self.device.type == "cuda"
-        self.num_layers: int = model.config.num_hidden_layers
+        self.num_layers = len(model.model.layers)
+        self.state_size = state_size(model.config)
+        """Numbers of the state that goes from layer to layer: `hidden_size`, or those of a wide state."""
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: each call of the library has a cost, a compiled one a smaller cost."""
         self.layer_passes = 0
@@ -77,7 +80,7 @@ class LayerRange(HeldSequence):
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
-        self._embed, self._windows = Embedding(model), self._find_windows()
+        self._embed, self._windows = first_states(model), self._find_windows()
         self.cache = self._new_cache(0)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
         self._says_masks = {tokens: not library_masks_fit(model, tokens) for tokens in (1, SEVERAL_ROWS)}
@@ -130,7 +133,7 @@ class LayerRange(HeldSequence):
             self._compiled.forget()
 
     def _find_windows(self) -> list[int | None]:
-        return cache_windows(self.model.config)
+        return cache_windows(self.model.config)[: self.num_layers]
 
     def _new_cache(self, capacity: int) -> StageCache:
         return StageCache(self._windows, capacity, self.first_layer, moves=self._moves)
