@@ -116,7 +116,6 @@ def test_the_guide_is_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("gemma3n_text", {}, "per-layer inputs"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("deepseek_v32", {}, "an index, whose own keys"),
         ("longcat_flash", {}, "attends twice"),

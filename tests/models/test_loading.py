@@ -224,7 +224,7 @@ def test_a_layer_has_the_same_tensors_in_every_stage(specimen: Specimen, tmp_pat
     info = describe(str(tmp_path))
     models = [load_layers(info, last, torch.float32, "cpu") for last in range(info.num_layers, 0, -1)]
     for model in models[1:]:
-        for layer in range(model.config.num_hidden_layers):
+        for layer in range(len(model.model.layers)):
             expected, got = (weights_of(layer_for(of, layer, passes=1)) for of in (models[0], model))
             assert list(got) == list(expected)
             assert all(tensor.equal(expected[name]) for name, tensor in got.items())

@@ -18,7 +18,10 @@ STAGES = {"stages": 3, "k": 2, "rows": 2}
 PAPER = {"k": 2, "exit_layer": 2, "speculation": "always"}
 
 
-MODELS = [Specimen("qwen3_next"), pytest.param(Specimen("falcon_h1"), marks=nightly)]
+MODELS = [
+    Specimen("qwen3_next"),
+    *(pytest.param(Specimen(one), marks=nightly) for one in ("falcon_h1", "gemma3n_text")),
+]
 MODELS += [one for one in SPECIAL if one.kind == "as E2B has them"]
 
 

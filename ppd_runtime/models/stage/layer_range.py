@@ -24,7 +24,7 @@ from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
-from ppd_runtime.models.stage.wide import state_size
+from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -62,6 +62,7 @@ class LayerRange(HeldSequence):
         self.num_layers = len(model.model.layers)
         self.state_size = state_size(model.config)
         """Numbers of the state that goes from layer to layer: `hidden_size`, or those of a wide state."""
+        self._of_prompts = {NEWEST_ALONE: True} if drops_tokens(model.model) else {}
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: each call of the library has a cost, a compiled one a smaller cost."""
         self.layer_passes = 0
@@ -283,7 +284,7 @@ class LayerRange(HeldSequence):
                 return self._compiled.run(first, last, hidden, self.cache.layers)
             tree = tree or chain_of(tokens, self.device)
             return self._compiled.run_tree(first, last, hidden, tree, self.cache.layers)
-        return self._run_library(first, last, inputs, position)
+        return self._run_library(first, last, inputs, position, in_prompt=in_prompt)
 
     def _here(self, states: Tensor) -> Tensor:
         """States on the stage's device. On CPUs they are; asking takes ten microseconds between passes."""
@@ -324,12 +325,13 @@ class LayerRange(HeldSequence):
         position: int,
         places: Tensor | None = None,
         tree: TokenTree | None = None,
+        in_prompt: bool = False,
     ) -> Tensor:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(self.model.model.layers))
             numbers = tuple(range(first, last))
             self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
-        return self._call(self._ranges[first, last], inputs, position, places, tree)
+        return self._call(self._ranges[first, last], inputs, position, places, tree, in_prompt)
 
     def _call(
         self,
@@ -338,6 +340,7 @@ class LayerRange(HeldSequence):
         position: int,
         places: Tensor | None = None,
         tree: TokenTree | None = None,
+        in_prompt: bool = False,
     ) -> Tensor:
         """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which are at `places`."""
         states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
@@ -347,7 +350,7 @@ class LayerRange(HeldSequence):
         if tree is None and position and self._says_masks[1 if size == 1 else SEVERAL_ROWS]:
             tree = chain_of(size, self.device)
         if tree is None:
-            return self._output(subset, feed)
+            return self._output(subset, feed | self._of_prompts if in_prompt and size > 1 else feed)
         caches = {number: self.cache.layers[number] for number in subset.attending}
         self._masks.update(tree.masks(caches, self.model.dtype))
         try:

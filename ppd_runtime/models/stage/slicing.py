@@ -227,9 +227,9 @@ class _WideEnd(nn.Module):
         super().__init__()
         self.norm, self._parts = norm, parts
         if parts.streams > 1:
-            self.decoder = shallow_copy(decoder)
-            self.decoder.config = _some_layers_config(cast("PretrainedConfig", decoder.config), [0])
-            self.decoder.layers = nn.ModuleList([_Given()])
+            config = _some_layers_config(cast("PretrainedConfig", decoder.config), [0])
+            self.decoder, self._no_masks = shallow_copy(decoder), dict.fromkeys(config.layer_types)
+            self.decoder.config, self.decoder.layers = config, nn.ModuleList([_Given()])
             leave_inputs_out(self.decoder)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -237,7 +237,8 @@ class _WideEnd(nn.Module):
         first = self._parts.first(states)
         if self._parts.streams == 1:
             return cast("Tensor", self.norm(first))
-        output = self.decoder(inputs_embeds=first, given=self._parts.hidden(states), use_cache=False)
+        given = {"given": self._parts.hidden(states), "attention_mask": self._no_masks}
+        output = self.decoder(inputs_embeds=first, use_cache=False, **given)
         return cast("Tensor", output.last_hidden_state)
 
 

@@ -24,6 +24,8 @@ from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
 
 _DROPS_TOKENS = "first_kv_shared_layer_idx"
 """A decoder's number of a layer from which on it may drop all tokens but the last."""
+NEWEST_ALONE = "newest_alone"
+"""What decoders are told, and tell layers, of a prompt's pass: the last token runs as where the others are dropped."""
 _MAKES_INPUTS = ("get_per_layer_inputs", "project_per_layer_inputs")
 """A decoder's methods that make per-layer inputs."""
 INPUT_MODULES = ("embed_tokens_per_layer", "per_layer_model_projection")
@@ -176,10 +178,30 @@ class WideLayer(nn.Module):
             if (cache := named.get(CACHE_ARGUMENT)) is not None and cache.has(number):
                 shared[kind] = cache.update(*shared[kind], number)
         named |= {"per_layer_input": parts.input(wide, number), "shared_kv_states": shared}
+        newest_alone = named.pop(NEWEST_ALONE, False)
         hidden = self.layer(parts.hidden(wide), **named)
+        if newest_alone and kind is not None:
+            hidden = torch.cat([hidden[:, :-1], self.layer(parts.hidden(wide[:, -1:]), **_of_newest(named))], dim=1)
         source = parts.sources.get(number)
         after = parts.after(wide, hidden, source, shared.get(source or ""))
         return after[None] if states.dim() > 3 else after
+
+
+def _of_newest(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a decoder tells a layer of several tokens, of the last of them alone; it tells nothing else of tokens."""
+    cosines, sines = told["position_embeddings"]
+    inputs, mask = told["per_layer_input"], told.get("attention_mask")
+    own = {
+        "position_embeddings": (cosines[:, -1:], sines[:, -1:]),
+        "per_layer_input": None if inputs is None else inputs[:, -1:],
+        "attention_mask": None if mask is None else mask[:, :, -1:],
+    }
+    return {**told, **own}
+
+
+def drops_tokens(decoder: nn.Module) -> bool:
+    """Whether the library runs only the last of a prompt's tokens through layers that read others' keys and values."""
+    return hasattr(decoder, _DROPS_TOKENS) and wide_parts(cast("PretrainedConfig", decoder.config)) is not None
 
 
 def argument_names(layer: nn.Module) -> list[str]:
