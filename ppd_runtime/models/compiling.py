@@ -17,6 +17,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.library import is_available, is_float32_on_cpu, load, load_meanwhile
 from ppd_runtime.models.pass_kinds import PassKind, head_rows
 from ppd_runtime.models.stage.library_probe import has_chunks, has_states
+from ppd_runtime.models.stage.wide import is_wide
 
 logger = logging.getLogger(__name__)
 VARIABLE = "PPD_COMPILE"
@@ -105,6 +106,11 @@ def compile_ahead(
     if has_chunks(config):
         raise ValueError(
             f"compile: layers of {info.name!r} attend in chunks of the text and run in the library's code; "
+            "leave compile out"
+        )
+    if is_wide(config):
+        raise ValueError(
+            f"compile: layers of {info.name!r} read more of a token than a hidden state and run in the library's code; "
             "leave compile out"
         )
     parts = dict[int, list[CodePart]]()

@@ -75,7 +75,7 @@ class Begin(Message):
 
 @dataclass(frozen=True, slots=True)
 class ExitState(Message):
-    """Main → subs: the hidden state after the exit layer, `[1, 1, hidden_size]`, of the token at `position`."""
+    """Main → subs: the hidden state after the exit layer, `[1, 1, state_size]`, of the token at `position`."""
 
     position: Position
     hidden: Tensor
@@ -93,7 +93,7 @@ class Candidate(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeadStart(Message):
-    """Sub → main: its candidates' hidden states after the head-start layers, `[1, candidates, hidden_size]`."""
+    """Sub → main: its candidates' hidden states after the head-start layers, `[1, candidates, state_size]`."""
 
     position: Position
     token_ids: Candidates

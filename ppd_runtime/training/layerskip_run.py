@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from ppd_runtime.files.atomic import atomic_file
-from ppd_runtime.models.checkpoint.description import describe, load_tokenizer
+from ppd_runtime.models.checkpoint.description import check_hidden_states, describe, load_tokenizer
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers, new_model, no_progress_bar
@@ -64,6 +64,7 @@ class LayerSkipRun(TrainingRun):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_DTYPES)}")
         info = describe(model, needs_weights=not recipe.from_scratch)
+        check_hidden_states(info, "training")
         check_depth(info.num_layers, "an early exit", model)
         self.recipe, self._device = recipe, choose_device(device)
         super().__init__(info, data, recipe, out)

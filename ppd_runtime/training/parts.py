@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_hidden_states, describe
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.stage.layer_range import LayerRange
@@ -168,6 +168,7 @@ class PartRun(TrainingRun):
 
     def check(self, info: ModelInfo, recipe: ExitRecipe) -> None:
         """Raise ValueError for a model that the part cannot be for, such as one without a layer after the exit's."""
+        check_hidden_states(info, "training")
         if recipe.exit_layer >= info.num_layers:
             choice = f"with {info.num_layers} layers choose 1 to {info.num_layers - 1}"
             raise ValueError(f"exit_layer={recipe.exit_layer}: {choice}")

@@ -29,7 +29,7 @@ class MessageValidator:
     """Checks the contents of messages to a worker with these layers."""
 
     def __init__(self, stage: LayerRange, spec: WorkerSpec) -> None:
-        self._stage, self._dtype, self._hidden_size = stage, spec.dtype, stage.model.config.hidden_size
+        self._stage, self._dtype, self._hidden_size = stage, spec.dtype, int(stage.model.config.hidden_size)
         self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
         self._drafter = spec.layout.drafter
         self._head_start = spec.layout.head_start(spec.info.num_layers)
@@ -80,7 +80,7 @@ class MessageValidator:
         return self._of_shape(hidden, (tokens, self._told, self._hidden_size))
 
     def _of_states(self, hidden: Tensor, tokens: int, columns: int = 1) -> str:
-        return self._of_shape(hidden, (1, tokens, columns * self._hidden_size))
+        return self._of_shape(hidden, (1, tokens, (columns - 1) * self._hidden_size + self._stage.state_size))
 
     def _of_shape(self, hidden: Tensor, shape: tuple[int, ...]) -> str:
         if hidden.shape == shape and hidden.dtype == self._dtype:

@@ -13,6 +13,7 @@ from ppd_runtime.models.checkpoint.description import check_leaving_out, describ
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
 from ppd_runtime.models.stage.library_probe import has_chunks, has_states
+from ppd_runtime.models.stage.wide import is_wide
 
 _HEAD = """# Families
 
@@ -44,8 +45,11 @@ _NEXT = """
 - [Running it](runtime.md#models): where models come from.
 - [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-model-family): how to add one."""
 
-_FORMS = {"gemma4_text": ({"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2})}
-"""Settings of supported families that are refused."""
+_FORMS = {
+    "gemma4_text": ({"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2}),
+    "gemma4_unified_text": ({"num_kv_shared_layers": 2},),
+}
+"""Settings of supported families with which more is refused."""
 
 
 def main(out: Path) -> None:
@@ -96,18 +100,26 @@ def refusal(specimen: Specimen) -> str:
 
 def without(specimen: Specimen) -> str:
     """The methods and settings that a supported family cannot be run by, and why."""
-    reasons = ["compile: its layers attend in chunks of the text"] if has_chunks(specimen.config()) else []
+    reasons = _reasons(specimen)
+    for settings in _FORMS.get(specimen.family, ()):
+        form = Specimen(specimen.family, settings=specimen.settings | settings)
+        reasons += [f"with `{name}` {reason}" for name in settings for reason in _reasons(form)]
+    return "; ".join(reasons)
+
+
+def _reasons(specimen: Specimen) -> list[str]:
+    config = specimen.config()
+    reasons = ["compile: its layers attend in chunks of the text"] if has_chunks(config) else []
+    if is_wide(config):
+        reasons.append("compile, kangaroo, training: its layers read more of a token than a hidden state")
     with tempfile.TemporaryDirectory() as folder:
-        specimen.config().save_pretrained(folder)
+        config.save_pretrained(folder)
         try:
             check_leaving_out(describe(folder, needs_weights=False), "swift")
         except ValueError as error:
-            what = "compile, swift, kangaroo" if has_states(specimen.config()) else "swift, kangaroo"
+            what = "compile, swift, kangaroo" if has_states(config) else "swift, kangaroo"
             reasons.append(f"{what}: {_cell(error).partition('): ')[2].partition(';')[0]}")
-    for settings in _FORMS.get(specimen.family, ()):
-        form = Specimen(specimen.family, settings=specimen.settings | settings)
-        reasons.append(f"`{next(iter(settings))}`: {refusal(form)}")
-    return "; ".join(reasons)
+    return reasons
 
 
 def _cell(error: Exception) -> str:

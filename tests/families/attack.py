@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppd_runtime import OrdinaryDecoding, open_method
 from ppd_runtime.client.ending import Ending
 from ppd_runtime.methods.steps import Step, Totals, split_where_recomputed
-from ppd_runtime.models.checkpoint.description import ModelInfo, check_leaving_out, describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_entries_alone, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.trained.adapter import AdapterInfo, new_adapter, save_adapter
@@ -149,7 +149,7 @@ class Attack:
         folder = self.folder / "adapter"
         if not folder.exists():
             info = describe(str(self.folder))
-            check_leaving_out(info, "kangaroo")
+            check_entries_alone(info, "kangaroo")
             whole = load_layers(info, info.num_layers, torch.float32, "cpu")
             size = whole.config.hidden_size
             known = (folder, info.name, model_fingerprint(info), self._exit_layer, size, info.vocab_size, "")

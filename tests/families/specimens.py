@@ -56,13 +56,18 @@ _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2), 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-_GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5}
+_GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB_SIZE}
 _GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)}
+_EFFECTIVE = {"hidden_size_per_layer_input": 8}
+_E2B = _EFFECTIVE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+_GEMMA_3N = {"layer_types": _GEMMA_4["layer_types"], "sliding_window": 5, "vocab_size_per_layer_input": VOCAB_SIZE}
+_GEMMA_3N |= {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 3}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": _RECURRENT},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    "gemma3n_text": _GEMMA_3N,
     "gemma4_text": _GEMMA_4 | {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": _GEMMA_4,
     "granitemoehybrid": _MAMBA | {"layer_types": _RECURRENT},
@@ -81,12 +86,12 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 _SUPPORTED = """
     afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
     deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2
-    gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum mimo_v2_flash
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmo_hybrid olmoe
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma youtu
+    gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum
+    mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3
+    olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
@@ -177,7 +182,17 @@ _SMALL_TOWER |= {"deepstack_visual_indexes": [0], "vision_output_dim": 32}
 _SMALL_TOWER |= {"projector_input_dim": 32, "projector_output_dim": 32}
 _SMALL_TOWER |= dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_heads", "num_attention_heads"), 2)
 """Of what reads pictures."""
-WRAPPED = tuple(Wrapper(family, kind, settings) for family in WRAPPERS for kind, settings in _HEADS.items())
+_UNBUILT = {"gemma3n"}
+"""Wrappers whose part for pictures needs another package (timm)."""
+WRAPPED = (
+    *(
+        Wrapper(family, kind, settings)
+        for family in WRAPPERS
+        if family not in _UNBUILT
+        for kind, settings in _HEADS.items()
+    ),
+    Wrapper("gemma4", "as E2B has them", _E2B),
+)
 """Models that also read pictures, of which the text model runs."""
 
 
@@ -248,6 +263,12 @@ SPECIAL: tuple[Specimen, ...] = (
     Specimen("cohere", "scaled logits", {"logit_scale": 0.5}),
     Specimen("gemma4_text", "keys as values, experts", _KEYS_AS_VALUES | _EXPERTS_BESIDE),
     Specimen("gemma4_text", "keys as values, a window of 16", _KEYS_AS_VALUES | {"sliding_window": 16}),
+    Specimen("gemma3n_text", "sparse activations", {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}),
+    Specimen("gemma3n_text", "no shared keys", {"num_kv_shared_layers": 0, "altup_correct_scale": False}),
+    Specimen("gemma4_text", "per-layer inputs", _EFFECTIVE),
+    Specimen("gemma4_text", "per-layer inputs, a shared layer", _EFFECTIVE | {"num_kv_shared_layers": 1}),
+    Specimen("gemma4_text", "as E2B has them", _E2B),
+    Specimen("gemma4_unified_text", "shared keys", {"num_kv_shared_layers": 2}),
     Specimen("llama4_text", "chunks of 16", {"attention_chunk_size": 16}),
     Specimen("llama4_text", "no experts, no norms of queries", {"moe_layers": [], "use_qk_norm": False}),
     *(Specimen("llama", f"{depth} layers", {"num_hidden_layers": depth}) for depth in (2, 3, 13)),

@@ -116,9 +116,6 @@ def test_the_guide_is_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("gemma4_text", {}, "per-layer inputs"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 6}, "of another layer"),
-        ("gemma3n_text", {}, "per-layer inputs"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("deepseek_v32", {}, "an index, whose own keys"),
         ("longcat_flash", {}, "attends twice"),

@@ -17,7 +17,8 @@ CHUNK = 5
 OVERLOOKED = list(overlooked_windows(SUPPORTED))
 ODD = [specimen for specimen in SPECIAL if "longrope" in specimen.kind or "overlooked layer" in specimen.kind]
 WHOLE = [*ODD, OVERLOOKED[0]]
-CUT = [next(one for one in SPECIAL if one.kind == kind) for kind in ("dynamic rotary", "window of 5", "soft caps")]
+_CUT_KINDS = "dynamic rotary", "window of 5", "soft caps", "as E2B has them"
+CUT = [next(one for one in SPECIAL if one.kind == kind) for kind in _CUT_KINDS]
 AWKWARD = WHOLE[-3:]
 LENGTH = BORDER + 1
 """Many chunks."""

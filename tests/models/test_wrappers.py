@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families.specimens import Wrapper
+from families.specimens import Specimen, Wrapper
 from models_for_tests import build_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -72,6 +72,18 @@ def test_other_names_and_formats_give_the_same_text(family: str, tmp_path: Path)
     assert tokens(first, dtype="float32") == tokens(second, dtype="float32")
     assert tokens(first, weights="int8") == tokens(second, weights="int8")
     assert describe(str(first)).num_layers == 4
+
+
+def test_a_model_whose_part_for_pictures_needs_another_package(tmp_path: Path) -> None:
+    """Gemma 3n's is timm's, which is not asked for."""
+    text = Specimen("gemma3n_text").build()
+    tensors = {f"model.language_model.{name}": one for name, one in text.model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    CONFIG_MAPPING["gemma3n"](text_config=text.config, tie_word_embeddings=True).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = text.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=12)[0, len(PROMPT) :].tolist()
+    assert tokens(tmp_path, dtype="float32") == expected
 
 
 def test_the_processors_chat_template_is_the_tokenizers(tmp_path: Path) -> None:

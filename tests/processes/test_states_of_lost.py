@@ -1,10 +1,10 @@
-"""Models with recurrent states: a lost process' successor has the states again, and the text is ordinary decoding's."""
+"""Recurrent and wide states: a lost process' successor has them again, and the text is ordinary decoding's."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families.specimens import Specimen
+from families.specimens import SPECIAL, Specimen
 from grids import nightly
 from models_for_tests import build_tokenizer
 from worker_processes import worker_processes
@@ -18,10 +18,17 @@ STAGES = {"stages": 3, "k": 2, "rows": 2}
 PAPER = {"k": 2, "exit_layer": 2, "speculation": "always"}
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("falcon_h1", marks=nightly)])
+MODELS = [
+    Specimen("qwen3_next"),
+    *(pytest.param(Specimen(one), marks=nightly) for one in ("falcon_h1", "gemma3n_text")),
+]
+MODELS += [one for one in SPECIAL if one.kind == "as E2B has them"]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda specimen: specimen.name)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     place: Path = tmp_path_factory.mktemp("model")
-    Specimen(request.param).build().save_pretrained(place)
+    request.param.build().save_pretrained(place)
     build_tokenizer().save_pretrained(place)
     return str(place)
 

@@ -25,6 +25,7 @@ from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, some_layers
 from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import chain_of
+from ppd_runtime.models.stage.wide import is_wide, state_size, with_own_caches
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,6 @@ def _text(error: Exception) -> str:
 
 def _untold_inputs(config: PretrainedConfig) -> str | None:
     """What layers would need besides hidden states and what their own tokens have left; None: nothing known."""
-    if getattr(config, "hidden_size_per_layer_input", None):
-        return "each layer reads an embedding of its own of the token (per-layer inputs), which stages do not exchange"
-    if getattr(config, "num_kv_shared_layers", None):
-        return "some layers attend to the keys and values of another layer, which may be in another stage"
     if getattr(config, "use_bidirectional_attention", None) in ("all", True):
         return "a token attends to later tokens too, so a text cannot be continued token by token"
     if getattr(config, "num_layers", None) and config.num_hidden_layers == 2 * config.num_layers:
@@ -125,7 +122,9 @@ def tokens_until_recomputed(model: str, skeleton: PreTrainedModel, most_tokens: 
 
 
 def depth_of_all_kinds(config: PretrainedConfig, kept: Sequence[Kept]) -> int:
-    """How many first layers include every kind; at least 2, if there are so many."""
+    """How many first layers include every kind; at least 2, if there are so many. All, where states are wide."""
+    if is_wide(config):
+        return len(kept)
     names = getattr(config, "layer_types", None) or [""] * len(kept)
     kinds = list(zip(names, kept, strict=False))
     return min(len(kept), max(2, *(1 + kinds.index(kind) for kind in set(kinds))))
@@ -135,7 +134,7 @@ def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | 
     """Refuse layers that a token's pass cannot run one by one, from hidden states and a cache alone."""
     layers = skeleton.model.layers
     position = 1 + max(layer.window or 1 for layer in kept)
-    cache = DynamicCache(config=skeleton.config)
+    cache = DynamicCache(config=with_own_caches(skeleton.config))
     for layer in (layer for layer, of_layer in zip(cache.layers, kept, strict=False) if of_layer.entries):
         entries = torch.zeros(1, 1, position, 1, device="cpu")
         layer.update(entries, entries)
@@ -149,7 +148,7 @@ def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | 
             if not torch.equal(seen, expected[number] == 0):
                 raise ValueError(f"in layers of {kinds[number]} a token attends to other tokens than their caches say")
     check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
-    states = torch.zeros(1, 1, skeleton.config.hidden_size, device="meta", dtype=skeleton.dtype)
+    states = torch.zeros(1, 1, state_size(skeleton.config), device="meta", dtype=skeleton.dtype)
     for number, layer in enumerate(layers):
         view = new_cache(kept, 1).view([number])
         piece = decoder_of(skeleton, {number: layer}, scale)

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
+from ppd_runtime.models.stage.wide import is_wide
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
 """Files that `ppd quantize` writes: the description of the weights, and the weights."""
@@ -24,8 +25,13 @@ _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
-    """The configuration of the same model cut off after layer `last`; a layer behind the model's is as its last one."""
+    """The configuration of the same model cut off after layer `last`; a layer behind the model's is as its last one.
+
+    Where states are wide it stays whole, see `is_wide`; `drop_layers` cuts the model.
+    """
     config = copy.deepcopy(config)
+    if is_wide(config):
+        return config
     full = config.num_hidden_layers
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == full and "layer" in name:
@@ -130,7 +136,16 @@ def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | 
     """The first layers without their weights."""
     with torch.device("meta"):
         cut = first_layers_config(config, num_layers)
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(cut, **({"dtype": dtype} if dtype else {}))
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(cut, **({"dtype": dtype} if dtype else {}))
+    return drop_layers(model, num_layers)
+
+
+def drop_layers(model: PreTrainedModel, last: int) -> PreTrainedModel:
+    """The model without the layers behind `last`, if it has such."""
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    if len(layers) > last and is_wide(model.config):
+        model.model.layers = layers[:last]
+    return model
 
 
 def eos_token_ids_of(folder: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -31,6 +31,7 @@ from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.library_probe import has_states, kept_by_layers
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
+from ppd_runtime.models.stage.wide import is_wide
 from ppd_runtime.settings.checks import check_choice
 from ppd_runtime.settings.config import ALL_FORMATS, FLOATS
 
@@ -173,10 +174,20 @@ def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None
 
 
 def check_entries_alone(info: ModelInfo, user: str) -> None:
-    """Raise ValueError if a layer of the model keeps a recurrent state, which `user` cannot run; reads no weights."""
+    """Raise ValueError if a layer of the model keeps a recurrent state, or reads more than a hidden state, which `user`
+    cannot run; reads no weights."""
     config = model_config(info.folder)
     with _refusing(info, user, config.model_type):
         _check_entries_alone(config)
+    check_hidden_states(info, user)
+
+
+def check_hidden_states(info: ModelInfo, user: str) -> None:
+    """Raise ValueError if states are wide, which `user` cannot read; reads no weights."""
+    config = model_config(info.folder)
+    with _refusing(info, user, config.model_type):
+        if is_wide(config):
+            raise ValueError("its layers read more of a token than a hidden state")
 
 
 def _check_entries_alone(config: PretrainedConfig) -> None:

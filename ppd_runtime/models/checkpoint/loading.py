@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from ppd_runtime.models.checkpoint.config import (
     AGAIN,
+    drop_layers,
     first_layers_config,
     layer_number,
     model_config,
@@ -32,6 +33,7 @@ from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attenti
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
 from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm
 from ppd_runtime.models.stage.slicing import decoder_of
+from ppd_runtime.models.stage.wide import INPUT_MODULES
 
 logger = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
@@ -55,8 +57,9 @@ def load_layers(
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packed = packed_tensors(info, last) if info.weights else {}
     tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first, packed)
-    if first or packed:
-        tensors |= _placeholders(config, range(first), dtype, packed)
+    absent = [*range(first), *range(last, config.num_hidden_layers)]
+    if absent or packed:
+        tensors |= _placeholders(config, absent, dtype, packed)
     with no_progress_bar(), errors_only():
         model, report = model_class.from_pretrained(
             None,
@@ -79,7 +82,7 @@ def load_layers(
         choose_few_bits_attention(model)
     if head_tokens:
         model.lm_head = some_rows(model.lm_head, head_tokens)
-    model = _moved(model, device, first).eval()
+    model = _moved(drop_layers(model, last), device, first).eval()
     _check_cuts(info, model)
     return model
 
@@ -101,7 +104,8 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
     """Bytes of the weights that `load_layers` puts on a device; `head_tokens` is the head's rows, 0 for all."""
     skeleton = skeleton_of(model_config(info.folder), last, dtype)
     shares = skeleton.config.tie_word_embeddings and not head_tokens
-    absent = {"model.embed_tokens.weight"} if first and not shares else set()
+    names = _only_for_the_first_layer(skeleton.model, shares) if first else []
+    absent = {f"model.{name}.weight" for name in names}
     head = skeleton.lm_head.weight
     return head_tokens * head.shape[1] * head.element_size() + sum(
         weight.nbytes
@@ -132,7 +136,7 @@ def some_rows(head: nn.Linear | QuantisedLinear, tokens: Sequence[int]) -> nn.Mo
 
 
 def _placeholders(
-    config: PretrainedConfig, layers: range, dtype: torch.dtype, packed: Container[str]
+    config: PretrainedConfig, layers: Container[int], dtype: torch.dtype, packed: Container[str]
 ) -> dict[str, Tensor]:
     """Placeholder tensors of absent layers and packed matrices, by name: each is one number, expanded."""
     names = skeleton_of(config, config.num_hidden_layers, dtype).state_dict().items()
@@ -145,22 +149,28 @@ def _placeholders(
 
 
 def _moved(model: PreTrainedModel, device: str, first: int) -> PreTrainedModel:
-    """The model on a device, its first layers without memory."""
-    absent = [model.model.layers[i] for i in range(first)]
-    for i in range(first):
-        model.model.layers[i] = nn.Identity()
-    if first and not _shares_embedding(model):
-        absent.append(model.model.embed_tokens)
-        model.model.embed_tokens = nn.Identity()
+    """The model on a device, its first layers and what only the first one reads without memory."""
+    names = _only_for_the_first_layer(model.model, _shares_embedding(model)) if first else []
+    absent = {name: model.model.get_submodule(name) for name in [*(f"layers.{i}" for i in range(first)), *names]}
+    for name in absent:
+        _put(model.model, name, nn.Identity())
     model = model.to(device)
-    for module in absent:
+    for name, module in absent.items():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-    for i in range(first):
-        model.model.layers[i] = absent[i]
-    if len(absent) > first:
-        model.model.embed_tokens = absent[-1]
+        _put(model.model, name, module)
     return model
+
+
+def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(decoder.get_submodule(parent), attribute, module)
+
+
+def _only_for_the_first_layer(decoder: nn.Module, head_shares_embedding: bool) -> list[str]:
+    """The decoder's parts that no stage without its first layer needs."""
+    shared = ["embed_tokens"] if head_shares_embedding else []
+    return [name for name in ("embed_tokens", *INPUT_MODULES) if hasattr(decoder, name) and name not in shared]
 
 
 def _shares_embedding(model: PreTrainedModel) -> bool:

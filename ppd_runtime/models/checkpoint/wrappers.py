@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 _WRAPPERS = """
-    aria aya_vision cohere2_vision exaone4_5 gemma3 gemma4 gemma4_unified got_ocr2 idefics3 internvl lighton_ocr llama4
-    llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
-    video_llama_3 vipllava
+    aria aya_vision cohere2_vision exaone4_5 gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3 internvl lighton_ocr
+    llama4 llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+    smolvlm video_llama_3 vipllava
 """
 WRAPPERS = tuple(_WRAPPERS.split())
 """Model types whose text model runs here by itself."""

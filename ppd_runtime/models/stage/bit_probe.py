@@ -39,10 +39,8 @@ def output_hashes(stage: LayerRange, with_head: bool = True) -> dict[str, str]:
     The keys say what was run, in the words of messages. It takes the memory of the layer's largest and smallest
     weights. `with_head` is for stages that have the model's whole head.
     """
-    config, tokens = stage.model.config, max(_PROMPTS) + 1 + _CHAIN
-    states = _drawn(tokens * config.hidden_size).view(1, tokens, -1) / (_LARGEST // 2)
-    states = states.to(stage.device, stage.model.dtype)
-    sample = stage.over(_sample_model(stage.model))
+    sample, tokens = stage.over(_sample_model(stage.model)), max(_PROMPTS) + 1 + _CHAIN
+    states = _states(sample, tokens)
     hashes = {}
     for size in _PROMPTS:
         sample.begin(tokens)
@@ -53,8 +51,13 @@ def output_hashes(stage: LayerRange, with_head: bool = True) -> dict[str, str]:
             chain = sample.run(0, 1, states[:, size + 1 : size + 1 + _CHAIN], size + 1)
             hashes[f"a layer over {_CHAIN} tokens behind {size + 1}"] = _hash(chain)
     for size in (1, _CHAIN) if with_head else ():
-        hashes[f"the head over {size}"] = _hash(stage.token_logits(states[:, :size]))
+        hashes[f"the head over {size}"] = _hash(stage.token_logits(_states(stage, tokens)[:, :size]))
     return hashes
+
+
+def _states(stage: LayerRange, tokens: int) -> Tensor:
+    states = _drawn(tokens * stage.state_size).view(1, tokens, -1) / (_LARGEST // 2)
+    return states.to(stage.device, stage.model.dtype)
 
 
 def _sample_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -135,6 +135,10 @@ class SomeLayersCache(Cache):
         """Append to the layer that the model knows as `layer_idx`."""
         return self.layers[self._places[layer_idx]].update(key_states, value_states)
 
+    def has(self, layer_idx: int) -> bool:
+        """Whether the layer that the model knows as `layer_idx` is one of these."""
+        return layer_idx in self._places
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the layer that the model knows as `layer_idx`; where there is none, in the first of these.
 

@@ -80,7 +80,7 @@ def library_masks_fit(model: PreTrainedModel, tokens: int) -> bool:
 
     No, if its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
     """
-    chain, kept = chain_of(tokens, torch.device("cpu")), kept_by_layers(model.config)
+    chain, kept = chain_of(tokens, torch.device("cpu")), kept_by_layers(model.config)[: len(model.model.layers)]
     for position in {1 + max(layer.window or 1, 1) for layer in kept}:
         cache = new_cache(kept, 0)
         for layer in cache.layers:

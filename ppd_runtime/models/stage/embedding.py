@@ -8,11 +8,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.library_probe import embedding_scale
+from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm, shallow_copy
 from ppd_runtime.models.stage.slicing import layer_range
+from ppd_runtime.models.stage.wide import WideParts, argument_names, wide_parts
 
 _MOST_JOINED = 16  # rows of the table: to look up more at once takes less time
 _MOST_VIEWS = 4096  # views of single rows: making one takes two operators
+
+
+def first_states(model: PreTrainedModel) -> "Embedding":
+    """Gives what the first layer is given for token ids: rows of the embedding, or wide states."""
+    parts = wide_parts(model.config)
+    return _WideStates(model, parts) if parts else Embedding(model)
 
 
 class Embedding:
@@ -56,6 +63,43 @@ class Embedding:
         few = torch.arange(min(8, self._model.config.vocab_size), device=self._device)[None]
         with torch.inference_mode():
             return torch.equal(self._looked_up(few), self._entered(few))
+
+
+class _WideStates(Embedding):
+    """The states before the first layer, where they are wide: what the decoder tells its layers."""
+
+    def __init__(self, model: PreTrainedModel, parts: WideParts) -> None:
+        super().__init__(model)
+        self._parts, self._told = parts, list[dict[str, Any]]()
+        self._decoder = shallow_copy(model.model)
+        names = argument_names(model.model.layers[0])
+        self._decoder.layers = nn.ModuleList(_Told(names, self._told) for _ in range(parts.num_layers))
+        setattr(self._decoder, final_norm(model.model), nn.Identity())
+
+    @property
+    def table(self) -> None:
+        """None: a token's row is not all that the first layer needs."""
+
+    def __call__(self, token_ids: list[int]) -> Tensor:
+        """`[1, tokens, numbers of a wide state]`."""
+        with torch.inference_mode():
+            self._decoder(input_ids=torch.tensor([token_ids], device=self._device), use_cache=False)
+            inputs = [told["per_layer_input"] for told in self._told if self._parts.input_size]
+            wide = self._parts.begin(self._told[0]["states"], inputs)
+        self._told.clear()
+        return wide
+
+
+class _Told(nn.Module):
+    """Stands in for a layer, and notes what it is told."""
+
+    def __init__(self, names: list[str], told: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._names, self._notes = names, told
+
+    def forward(self, states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        self._notes.append(dict(zip(self._names, arguments, strict=False)) | named | {"states": states})
+        return states
 
 
 def _look_up(table: Any) -> Callable[[int], Tensor] | None:

@@ -17,13 +17,14 @@ from ppd_runtime.models.stage.arena import RowArena
 from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
-from ppd_runtime.models.stage.embedding import Embedding
+from ppd_runtime.models.stage.embedding import first_states
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.held_sequence import HeldSequence
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
+from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -35,7 +36,7 @@ pass has rows of several texts or branches."""
 class LayerRange(HeldSequence):
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
 
-    Hidden states are `[1, tokens, hidden_size]`; positions count from 0; layer ranges are half-open and count from 0.
+    Hidden states are `[1, tokens, state_size]`; positions count from 0; layer ranges are half-open and count from 0.
 
     Args:
         model: its layers are the stage's.
@@ -58,7 +59,10 @@ class LayerRange(HeldSequence):
         self.device = model.device
         """The weights' device; the library would search all of a model's modules at each call."""
         self._on_cuda = self.device.type == "cuda"
-        self.num_layers: int = model.config.num_hidden_layers
+        self.num_layers = len(model.model.layers)
+        self.state_size = state_size(model.config)
+        """Numbers of the state that goes from layer to layer: `hidden_size`, or those of a wide state."""
+        self._of_prompts = {NEWEST_ALONE: True} if drops_tokens(model.model) else {}
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: each call of the library has a cost, a compiled one a smaller cost."""
         self.layer_passes = 0
@@ -77,7 +81,7 @@ class LayerRange(HeldSequence):
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
-        self._embed, self._windows = Embedding(model), self._find_windows()
+        self._embed, self._windows = first_states(model), self._find_windows()
         self.cache = self._new_cache(0)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
         self._says_masks = {tokens: not library_masks_fit(model, tokens) for tokens in (1, SEVERAL_ROWS)}
@@ -130,7 +134,7 @@ class LayerRange(HeldSequence):
             self._compiled.forget()
 
     def _find_windows(self) -> list[int | None]:
-        return cache_windows(self.model.config)
+        return cache_windows(self.model.config)[: self.num_layers]
 
     def _new_cache(self, capacity: int) -> StageCache:
         return StageCache(self._windows, capacity, self.first_layer, moves=self._moves)
@@ -280,7 +284,7 @@ class LayerRange(HeldSequence):
                 return self._compiled.run(first, last, hidden, self.cache.layers)
             tree = tree or chain_of(tokens, self.device)
             return self._compiled.run_tree(first, last, hidden, tree, self.cache.layers)
-        return self._run_library(first, last, inputs, position)
+        return self._run_library(first, last, inputs, position, in_prompt=in_prompt)
 
     def _here(self, states: Tensor) -> Tensor:
         """States on the stage's device. On CPUs they are; asking takes ten microseconds between passes."""
@@ -321,12 +325,13 @@ class LayerRange(HeldSequence):
         position: int,
         places: Tensor | None = None,
         tree: TokenTree | None = None,
+        in_prompt: bool = False,
     ) -> Tensor:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(self.model.model.layers))
             numbers = tuple(range(first, last))
             self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
-        return self._call(self._ranges[first, last], inputs, position, places, tree)
+        return self._call(self._ranges[first, last], inputs, position, places, tree, in_prompt)
 
     def _call(
         self,
@@ -335,6 +340,7 @@ class LayerRange(HeldSequence):
         position: int,
         places: Tensor | None = None,
         tree: TokenTree | None = None,
+        in_prompt: bool = False,
     ) -> Tensor:
         """Run a piece in the library's own code: a chain's tokens, or a `tree`'s, which are at `places`."""
         states = inputs.to(self.device) if isinstance(inputs, Tensor) else self._embed(inputs)
@@ -344,7 +350,7 @@ class LayerRange(HeldSequence):
         if tree is None and position and self._says_masks[1 if size == 1 else SEVERAL_ROWS]:
             tree = chain_of(size, self.device)
         if tree is None:
-            return self._output(subset, feed)
+            return self._output(subset, feed | self._of_prompts if in_prompt and size > 1 else feed)
         caches = {number: self.cache.layers[number] for number in subset.attending}
         self._masks.update(tree.masks(caches, self.model.dtype))
         try:

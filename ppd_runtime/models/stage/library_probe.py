@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel,
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
+from ppd_runtime.models.stage.wide import argument_names, pass_states_on, with_own_caches
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
 """Caches of keys and values by position, and nothing else."""
@@ -84,7 +85,7 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
         ValueError: where a layer's cache holds something else than keys and values by position, and a recurrent state.
     """
     try:
-        layers = DynamicCache(config=config).layers
+        layers = DynamicCache(config=with_own_caches(config)).layers
     except KeyError as error:  # some kinds the library learns of with the model's code
         known: dict[str, type] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
         plain = {kind for kind, layer in known.items() if layer in _PLAIN or layer in _WITH_STATES}
@@ -263,6 +264,7 @@ class _CacheOf(DynamicCache):
 def without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
     """The model's decoder, of which only the layers have weights, on a device that computes."""
     decoder = shallow_copy(model.model)
+    pass_states_on(decoder)
     setattr(decoder, final_norm(decoder), nn.Identity())
     if model.device.type != "meta":
         return decoder, model.device
@@ -317,8 +319,8 @@ def _in_a_pair(states: Tensor) -> Any:
 def _notes(layer: nn.Module, index: int, told: dict[int, dict[str, Any]], given: Callable[[Tensor], Any]) -> nn.Module:
     """The layer with its attributes, which does nothing but note what it is told."""
 
-    def forward(hidden_states: Tensor, *_: Any, **others: Any) -> Any:
-        told[index] = others
+    def forward(hidden_states: Tensor, *arguments: Any, **others: Any) -> Any:
+        told[index] = dict(zip(argument_names(layer), arguments, strict=False)) | others
         return given(hidden_states)
 
     twin = shallow_copy(layer)

@@ -13,6 +13,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm, shallow_copy
+from ppd_runtime.models.stage.wide import (
+    WideLayer,
+    WideParts,
+    leave_inputs_out,
+    pass_states_on,
+    state_size,
+    wide_parts,
+    with_own_caches,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ def check_sub_layers(skeleton: PreTrainedModel) -> None:
 
     `skeleton` may be on the meta device.
     """
-    states = torch.zeros(1, 1, skeleton.config.hidden_size, device=skeleton.device, dtype=skeleton.dtype)
+    states = torch.zeros(1, 1, state_size(skeleton.config), device=skeleton.device, dtype=skeleton.dtype)
     scale = embedding_scale(skeleton)
     for number, layer in enumerate(skeleton.model.layers):
         for left_out in ("attention", "mlp"):
@@ -95,14 +104,14 @@ class FinalHead:
 
     def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
         self._model = model
-        self._norm: nn.Module = getattr(model.model, final_norm(model.model))
+        self._norm: nn.Module = _end_of(model)
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
         self._library = shallow_copy(model)
         self._library.model = _NormOnly(self._norm, model.model)
         self._library.lm_head = self._lm_head
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
+        """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`, which may be wide."""
         return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
 
     @property
@@ -138,7 +147,7 @@ class FinalHead:
     def _is_plain(self) -> bool:
         """Whether the model does nothing to its logits after the head."""
         model = self._model
-        probe = torch.linspace(-8, 8, model.config.hidden_size, device=model.device, dtype=model.dtype)
+        probe = torch.linspace(-8, 8, state_size(model.config), device=model.device, dtype=model.dtype)
         hidden = probe.view(1, 1, -1)
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
 
@@ -172,9 +181,13 @@ def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
 def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: str | None = None) -> nn.Module:
     """The model's decoder with only these layers, or stand-ins for them, by their numbers, and no final norm.
 
+    It runs over wide states where the model has such.
     `scale` is the model's `embedding_scale`, which it leaves out where it is given hidden states.
     """
     decoder = some_layers(model.model, list(layers))
+    pass_states_on(decoder)
+    if parts := wide_parts(model.config):
+        layers = {number: WideLayer(layer, number, parts) for number, layer in layers.items()}
     decoder.layers = nn.ModuleList(layers.values())
     setattr(decoder, final_norm(model.model), nn.Identity())
     if scale:
@@ -198,6 +211,42 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """What heads ask of a decoder's output."""
 
     shared_kv_states: Any = None
+
+
+def _end_of(model: PreTrainedModel) -> nn.Module:
+    """What a decoder does after its layers."""
+    norm: nn.Module = getattr(model.model, final_norm(model.model))
+    parts = wide_parts(model.config)
+    return _WideEnd(model.model, norm, parts) if parts else norm
+
+
+class _WideEnd(nn.Module):
+    """What a decoder does after its layers, over wide states, or over hidden states if there is one stream."""
+
+    def __init__(self, decoder: nn.Module, norm: nn.Module, parts: WideParts) -> None:
+        super().__init__()
+        self.norm, self._parts = norm, parts
+        if parts.streams > 1:
+            config = _some_layers_config(cast("PretrainedConfig", decoder.config), [0])
+            self.decoder, self._no_masks = shallow_copy(decoder), dict.fromkeys(config.layer_types)
+            self.decoder.config, self.decoder.layers = config, nn.ModuleList([_Given()])
+            leave_inputs_out(self.decoder)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[rows, tokens, hidden_size]` after the final norm."""
+        first = self._parts.first(states)
+        if self._parts.streams == 1:
+            return cast("Tensor", self.norm(first))
+        given = {"given": self._parts.hidden(states), "attention_mask": self._no_masks}
+        output = self.decoder(inputs_embeds=first, use_cache=False, **given)
+        return cast("Tensor", output.last_hidden_state)
+
+
+class _Given(nn.Module):
+    """Stands in for a decoder's layers: what they have given."""
+
+    def forward(self, _: Tensor, *__: object, given: Tensor, **___: object) -> Tensor:
+        return given
 
 
 class _NormOnly(nn.Module):
@@ -227,7 +276,7 @@ def with_mask_of(masks: Mapping[int, Tensor], number: int, layer: nn.Module) -> 
 
 def _some_layers_config(config: PretrainedConfig, numbers: Sequence[int]) -> PretrainedConfig:
     kinds = getattr(config, "layer_types", None)
-    whole, config = config, copy.copy(config)
+    whole, config = config, copy.copy(with_own_caches(config))
     config.num_hidden_layers = len(numbers)
     if not kinds or config.layer_types == (some := [kinds[number] for number in numbers]):
         return config

@@ -35,8 +35,8 @@ class TreeRange:
     not do: in bfloat16 most sums in another order round to the same number, so a trial may find no difference where a
     text of some hundred tokens does.
 
-    A drafter may read states after several layers. These travel with the states that go from stage to stage: hidden
-    states are `[1, tokens, hidden_size]` then but for what stands before, the same tokens' states after all layers of
+    A drafter may read states after several layers. These travel with the states that go from stage to stage: states
+    are `[1, tokens, state_size]` then but for what stands before, the same tokens' hidden states after all layers of
     `told_layers` that come before, in their order. `top` and `told` take them apart.
 
     Args:
@@ -56,7 +56,8 @@ class TreeRange:
         told_layers: Sequence[int] = (),
     ) -> None:
         self._stage, self._most_nodes, self._kept = stage, most_nodes, KeptPrefixes(kept_tokens)
-        self._told_layers, self._hidden_size = told_layers, stage.model.config.hidden_size
+        self._told_layers, self._hidden_size = told_layers, int(stage.model.config.hidden_size)
+        self._state_size = stage.state_size
         self.num_layers, self._on_gpu = stage.num_layers - stage.first_layer, stage.device.type == "cuda"
         self.layer_passes = 0
         """One-token layer passes so far, a prompt's as one token's: the stage's when it was made, and its own."""
@@ -170,16 +171,16 @@ class TreeRange:
         states, found = inputs, list[Tensor]()
         if isinstance(inputs, Tensor):
             inputs = inputs.to(self._stage.device)
-            states, found = self.top(inputs), [inputs[..., : -self._hidden_size]]
+            states, found = self.top(inputs), [inputs[..., : -self._state_size]]
         for end in [*(layer for layer in self._told_layers if first <= layer < last), last]:
             states = run(states, first, end) if first < end else states
-            found.append(states)
+            found.append(states[..., : self._hidden_size] if end < last else states)
             first = end
         return torch.cat(found, dim=-1)
 
     def top(self, hidden: Tensor) -> Tensor:
-        """The states after the newest layer alone, `[1, tokens, hidden_size]`."""
-        return hidden[..., -self._hidden_size :].contiguous() if self._told_layers else hidden
+        """The states after the newest layer alone, `[1, tokens, state_size]`."""
+        return hidden[..., -self._state_size :].contiguous() if self._told_layers else hidden
 
     def told(self, hidden: Tensor) -> Tensor:
         """The states that a drafter reads, from those after the model's last layer: `[tokens, layers, hidden_size]`."""
@@ -331,8 +332,8 @@ class TreeRange:
         return self._random_states(len(_TRIED))[:, rows] if self._stage.first_layer else list(numbers)
 
     def _random_states(self, tokens: int) -> Tensor:
-        size, generator = self._stage.model.config.hidden_size, torch.Generator().manual_seed(0)
-        states = torch.randn(1, tokens, size, generator=generator, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(1, tokens, self._state_size, generator=generator, dtype=torch.float32)
         return states.to(self._stage.device, self._stage.model.dtype)
 
 

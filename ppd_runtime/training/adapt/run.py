@@ -17,7 +17,7 @@ from ppd_runtime.host import available_cores
 from ppd_runtime.launch.found_layout import ASKED, keep, measured_layouts
 from ppd_runtime.launch.worker_specs import USUAL_SHORTLIST
 from ppd_runtime.methods.ordinary import OrdinaryDecoding
-from ppd_runtime.models.checkpoint.description import ModelInfo, describe
+from ppd_runtime.models.checkpoint.description import ModelInfo, check_hidden_states, describe
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import weight_bytes
 from ppd_runtime.models.stage.slicing import FinalHead
@@ -80,6 +80,7 @@ def adapt(
     chosen = settings or AdaptSettings(**by_name)
     place = {"threads": available_cores(), **(place or {})}
     info = describe(model, place.get("weights"))
+    check_hidden_states(info, "training")
     layouts, kept = chosen.layouts(info), kept_heads_folder(info)
     out = chosen.out or kept.with_name(kept.name + ".new")
     with alone(out) if chosen.out else locked(out, f"model {model!r}: another run adapts it: wait, or give out"):
