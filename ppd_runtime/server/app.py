@@ -114,7 +114,8 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     def model_card() -> dict[str, Any]:
         most = service.generator.info.max_positions
-        return {"id": service.model, "object": "model", "created": 0, "owned_by": "ppd_runtime", "max_model_len": most}
+        card = {"id": service.model, "object": "model", "created": 0, "owned_by": "ppd_runtime", "max_model_len": most}
+        return {**card, "chat": service.can_chat}
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.chat import template_of
+from ppd_runtime.methods.chat import has_template, template_of
 from ppd_runtime.methods.chat_turn import ChatTurn
 from ppd_runtime.methods.generation import Generation, with_seeds
 from ppd_runtime.replies.reading import ReplyReading
@@ -61,6 +61,11 @@ class Service:
         self.chat_template, self.reply_formats = template_of(settings.chat_template), settings.reply_formats
         self._timeout_s = settings.request_timeout_s
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return has_template(self.generator.tokenizer, self.chat_template)
 
     def end_threads(self) -> None:
         """Take no further requests."""
