@@ -143,7 +143,7 @@ def _add_other_chats(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages")
     async def messages(asked: MessagesRequest, request: Request) -> Response:
-        with renamed({"response_format": "output_config"}):
+        with renamed({"response_format": "output_config", "stop": "stop_sequences"}):
             return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
 
     @app.post("/v1/messages/count_tokens")
