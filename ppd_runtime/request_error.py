@@ -1,8 +1,20 @@
 """The error that ends one request only: the generator that raises it answers the next one."""
 
+_FORM = "the schema, regex, choice or grammar"
+
 
 class RequestError(RuntimeError):
     """A request has failed: the model gives no numbers to choose a token by, say, or a worker does not take it."""
+
+    @property
+    def is_of_the_form(self) -> bool:
+        """Whether the request's own form of texts has failed it, which the model and the workers cannot help."""
+        return str(self).startswith(_FORM)
+
+
+def no_text(why: str) -> RequestError:
+    """The error if a request's form of texts cannot be followed any further."""
+    return RequestError(f"{_FORM} cannot be followed here: {why}")
 
 
 def no_numbers(position: int) -> RequestError:

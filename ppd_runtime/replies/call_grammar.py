@@ -132,10 +132,12 @@ class _Grammar:
         return f"{self._marked(header)} {self._json(_closed(schema))}"
 
     def _qwen(self, name: str, schema: Mapping[str, Any]) -> str:
-        required = schema.get("required") or ()
+        required, properties = schema.get("required") or (), schema.get("properties") or {}
+        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+            raise ValueError(f"tools: {name!r} has properties that are no object, or a required that is no list")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         body = [self._marked("<tool_call>"), _text(f"\n<function={name}>\n")]
-        for argument, given in (schema.get("properties") or {}).items():
+        for argument, given in properties.items():
             value = self._rule("value", self._argument(name, argument, given, shared))
             body.append(value if argument in required else f"{value}?")
         return " ".join([*body, _text("</function>\n"), self._marked("</tool_call>")])
@@ -146,7 +148,7 @@ class _Grammar:
             schema = schema if isinstance(schema, Mapping) else {}
             return f"{_text(begin)} {self._json({**shared, **schema})} {_text(end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if values is not None:
+        if isinstance(values, list | tuple) and values:
             return f"{_text(begin)} ({' | '.join(_text(str(value)) for value in values)}) {_text(end)}"
         if further := set(schema) - _FREE_STRING:
             raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppd_runtime.request_error import RequestError
+from ppd_runtime.request_error import RequestError, no_text
 from ppd_runtime.sampling.grammar import one_line_fault
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class Constraint:
         """Whether each token may follow, `[vocab_size]` booleans; raises RequestError as `masked` does."""
         mask = self._mask(place)
         if not mask.any():
-            raise RequestError(
-                "no token of the model's vocabulary continues the text as its schema, regex, choice or grammar says: "
-                "give another one"
-            )
+            raise no_text("no token of the model's vocabulary continues the text, give another one")
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(bool)
 
     def allows(self, place: Place, token: int) -> bool:
@@ -161,7 +158,7 @@ class Constraint:
         if self._matcher.is_error():
             fault = one_line_fault(self._matcher.get_error()).replace("NoExtensionBias", "nothing may follow")
             self._matcher, self._at = self._fresh(), self.root
-            raise RequestError(f"the schema, regex, choice or grammar cannot be followed here: {fault}")
+            raise no_text(fault)
 
     def _prune(self) -> None:
         """Forget masks and branches that are far behind the text's end."""

@@ -114,7 +114,8 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     def model_card() -> dict[str, Any]:
         most = service.generator.info.max_positions
-        return {"id": service.model, "object": "model", "created": 0, "owned_by": "ppd_runtime", "max_model_len": most}
+        card = {"id": service.model, "object": "model", "created": 0, "owned_by": "ppd_runtime", "max_model_len": most}
+        return {**card, "chat": service.can_chat}
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -142,7 +143,7 @@ def _add_other_chats(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages")
     async def messages(asked: MessagesRequest, request: Request) -> Response:
-        with renamed({"response_format": "output_config"}):
+        with renamed({"response_format": "output_config", "stop": "stop_sequences"}):
             return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
 
     @app.post("/v1/messages/count_tokens")

@@ -1,5 +1,6 @@
 """A request's JSON object: its known fields, and which values count as an absent field."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ _MOST_FIELDS = 200
 """Objects are counted first: a fault of each field would take half a minute."""
 _MOST_EXACT = 2.0**53
 _LEVELS_OF_IDS = 2
+_MOST_LEVELS = 64  # of what an answer repeats
 
 
 class Body(BaseModel):
@@ -39,6 +41,17 @@ class Body(BaseModel):
             return True
         truth = isinstance(value, bool)
         return any(truth is isinstance(one, bool) and value == one for one in cls.asks_for_nothing.get(name, ()))
+
+
+def can_be_repeated(value: Any) -> bool:
+    """Whether an answer can hold a value of a request: its numbers are finite and its levels few; NaN is no JSON."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
+            return False
+        within = [one for one in level if isinstance(one, dict | list)]
+        level = [part for one in within for part in (one.values() if isinstance(one, dict) else one)]
+    return not level
 
 
 def _whole(given: Any, levels: int = _LEVELS_OF_IDS) -> Any:

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.async_runtime import AsyncDecoding
 from ppd_runtime.methods.base import TextGenerator
-from ppd_runtime.methods.chat import template_of
+from ppd_runtime.methods.chat import has_template, template_of
 from ppd_runtime.methods.chat_turn import ChatTurn
 from ppd_runtime.methods.generation import Generation, with_seeds
 from ppd_runtime.replies.reading import ReplyReading
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import GenerationResult, Live
 from ppd_runtime.server.admission import Admission
 from ppd_runtime.server.answers import Answer, AnswerForm, Asked
@@ -61,6 +62,11 @@ class Service:
         self.chat_template, self.reply_formats = template_of(settings.chat_template), settings.reply_formats
         self._timeout_s = settings.request_timeout_s
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, "ppd-text")
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return has_template(self.generator.tokenizer, self.chat_template)
 
     def end_threads(self) -> None:
         """Take no further requests."""
@@ -128,13 +134,17 @@ class Service:
             )
             answer = make_answer(form, self.generator.tokenizer)
             if asked.stream:
-                return EventStream(self, generations, answer, form, room.pop_all())
+                return EventStream(self, generations, answer, form, asked, room.pop_all())
             self.admission.check_open()
             try:
                 work = self.decoding.results(generations, self.admission.note)
                 results = await while_connected(request.receive, work)
             except ClientGone:
                 return Response(status_code=GONE)
+            except RequestError as error:
+                if not error.is_of_the_form:
+                    raise
+                raise asked.form_failed(error) from error
         if not wanted:
             return JsonResponse(answer.whole(results))
         return JsonResponse(await self.in_thread(lambda: answer.whole(results)))  # a prompt's tokens take seconds
@@ -197,12 +207,13 @@ class EventStream(Response):
         generations: Sequence[Generation],
         answer: AnswerForm,
         form: Asked,
+        asked: Sampling,
         room: ExitStack,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._service, self._generations, self._answer, self._form = service, generations, answer, form
-        self._room = room
+        self._asked, self._room = asked, room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -239,8 +250,11 @@ class EventStream(Response):
         except ApiError as error:  # the status is told already
             await tell(answer.failure(error))
         except RuntimeError as error:
-            logger.error("request %s failed: %s", request_id, error)
-            await tell(answer.failure(ApiError(500, str(error))))
+            if isinstance(error, RequestError) and error.is_of_the_form:
+                await tell(answer.failure(self._asked.form_failed(error)))
+            else:
+                logger.error("request %s failed: %s", request_id, error)
+                await tell(answer.failure(ApiError(500, str(error))))
         await send({"type": "http.response.body", "body": answer.last, "more_body": False})
 
 

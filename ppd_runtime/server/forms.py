@@ -5,9 +5,10 @@ from typing import Any
 
 from pydantic import Field
 
+from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.grammar import MOST_CHOICES
 from ppd_runtime.sampling.params import FORMS
-from ppd_runtime.server.errors import shown
+from ppd_runtime.server.errors import ApiError, shown
 from ppd_runtime.server.left_aside import Hints
 
 _OF_OPENAI = "text", "json_object", "json_schema"
@@ -45,9 +46,16 @@ class Formed(Hints):
 
     def in_own_words(self, error: ValueError) -> ValueError:
         """A library's error about the form with the name of the request's field."""
-        given = self._given()
-        pattern = rf"^({'|'.join(FORMS)})(?=[=:])"
-        return ValueError(re.sub(pattern, given[0], str(error))) if given else error
+        return ValueError(re.sub(rf"^({'|'.join(FORMS)})(?=[=:])", self._field, str(error)))
+
+    def form_failed(self, error: RequestError) -> ApiError:
+        """The answer if the form that a request asked for cannot be followed to the end."""
+        return ApiError(400, f"{self._field}: {error}", self._field)
+
+    @property
+    def _field(self) -> str:
+        """The field that gives the form; without one the tools do, of which one has to be called."""
+        return next(iter(self._given()), "tools")
 
     def _given(self) -> list[str]:
         return [name for name in Formed.model_fields if name not in Hints.model_fields and getattr(self, name)]

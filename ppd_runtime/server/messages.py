@@ -48,7 +48,7 @@ class CountRequest(Body):
             ApiError: for blocks, tools and values that are not known.
         """
         kind = (self.thinking or {}).get("type")
-        if self.thinking is not None and kind not in _THINKING:
+        if self.thinking is not None and not (isinstance(kind, str) and kind in _THINKING):
             _refuse("thinking", f"thinking.type={shown(kind)}: give one of {', '.join(_THINKING)}")
         variables = {} if self.thinking is None else {"enable_thinking": _THINKING[str(kind)]}
         choice, one_call = _tool_choice(self.tool_choice)
@@ -172,9 +172,9 @@ def _tool_choice(given: Mapping[str, Any] | None) -> tuple[Any, bool]:
     one_call, kind = given.get("disable_parallel_tool_use") is True, given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}, one_call
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         _refuse("tool_choice", f"tool_choice.type={shown(kind)}: give one of tool, {', '.join(_CHOICES)}")
-    return _CHOICES[str(kind)], one_call
+    return _CHOICES[kind], one_call
 
 
 def _refuse(param: str, message: str) -> NoReturn:

@@ -11,10 +11,7 @@ from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.server.answers import Asked, ppd_of, reason_told
 from ppd_runtime.server.blocks import Block, Blocks, Step
 from ppd_runtime.server.errors import ApiError, as_json
-from ppd_runtime.server.responses import ResponsesRequest
-
-_ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "safety_identifier")
-"""Fields of the request that the answer repeats."""
+from ppd_runtime.server.responses import ECHOED, ResponsesRequest
 
 
 class ResponseAnswer:
@@ -41,7 +38,7 @@ class ResponseAnswer:
             "background": False,
             "previous_response_id": None,
             "store": False,
-            **{name: getattr(request, name) for name in _ECHOED},
+            **{name: getattr(request, name) for name in ECHOED},
         }
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:

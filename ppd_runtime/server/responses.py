@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 from pydantic import Field
 
 from ppd_runtime.replies.tools import MOST_TOOLS
+from ppd_runtime.server.body import can_be_repeated
 from ppd_runtime.server.conversations import MOST_MESSAGES
 from ppd_runtime.server.errors import ApiError, shown
 from ppd_runtime.server.left_aside import Hints
@@ -17,6 +18,9 @@ _REFUSED = {
     "conversation": _NOT_STORED,
     "prompt": "this server has no prompts of its own, send instructions and input",
 }
+ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "safety_identifier")
+"""Fields that the answer repeats as they came."""
+_REPEATED = (*ECHOED, "tools", "tool_choice", "text")
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
 _WITHOUT_EFFECT = ("reasoning.encrypted_content",)
@@ -83,6 +87,9 @@ class ResponsesRequest(Hints):
         for name, way_out in _REFUSED.items():
             if (value := getattr(self, name)) is not None:
                 _refuse(name, f"{name}={shown(value)}: {way_out}")
+        for name in _REPEATED:
+            if not can_be_repeated(value := getattr(self, name)):
+                _refuse(name, f"{name}={shown(value)}: has a number that is not finite, or too many levels: mend it")
         for name in self.include or ():
             if name not in _WITHOUT_EFFECT:
                 _refuse("include", f"include: {shown(name)} is not there to be included, leave it out")

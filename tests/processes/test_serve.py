@@ -1,21 +1,14 @@
-"""`ppd serve` as a user runs it: a process of its own over two stages, its page in a browser, and its end."""
+"""`ppd serve` as a user runs it: a process of its own over two stages, and its end."""
 
 import json
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 from commands import refused
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.wait import WebDriverWait
 from served import DEADLINE_S, PROMPT, Served
 from worker_processes import worker_processes
 
@@ -75,131 +68,6 @@ def test_a_lost_worker_is_replaced_while_nobody_asks(served: Served, expected: s
     served.wait_until(lambda: "stage 1 is lost" in served.log.read_text())
     served.wait_until(lambda: served.client.get("/health").status_code == 200)
     assert served.complete()["choices"][0]["text"] == expected
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not binary or not driver:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    folder = tmp_path_factory.mktemp("browser")
-    for switch in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--user-data-dir={folder}"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=Service(driver))
-    yield running
-    running.quit()
-
-
-class Page:
-    """The server's page, used by keyboard alone."""
-
-    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
-        self.browser = browser
-        browser.get(url)
-
-    def start(self, tokens: str) -> None:
-        """From the prompt, which has the focus at first, to the number of tokens, and Enter."""
-        focused = self.browser.switch_to.active_element
-        assert focused.get_attribute("id") in ("prompt", "tokens")
-        if focused.get_attribute("id") == "prompt":
-            focused.send_keys(Keys.TAB)
-        self.browser.switch_to.active_element.send_keys(Keys.CONTROL + "a" + Keys.NULL, tokens, Keys.ENTER)
-
-    def run(self, tokens: str) -> None:
-        """To the end."""
-        self.start(tokens)
-        self.wait_for("figures", "tokens/s")
-
-    def text(self, place: str) -> str:
-        """What is shown there."""
-        return self.browser.find_element(By.ID, place).text
-
-    def wait_for(self, place: str, words: str) -> None:
-        """Until something is said."""
-        WebDriverWait(self.browser, DEADLINE_S).until(lambda _: words in self.text(place), self.text("problem"))
-
-    def of_all(self, selector: str, name: str) -> list[Any]:
-        """A property of each such element."""
-        return self.ask(f"[...document.querySelectorAll('{selector}')].map(place => place.{name})")
-
-    def style(self, selector: str, name: str) -> str:
-        """As the browser computes it."""
-        return self.browser.find_element(By.CSS_SELECTOR, selector).value_of_css_property(name)
-
-    def ask(self, script: str) -> Any:
-        """A value of the page's."""
-        return self.browser.execute_script(f"return {script}")
-
-
-@pytest.fixture
-def page(served: Served, browser: webdriver.Chrome) -> Page:
-    browser.get_log("browser")
-    return Page(browser, served.url)
-
-
-def test_the_page_shows_a_run_by_keyboard(served: Served, expected: str, page: Page) -> None:
-    page.run("16")
-    assert page.ask("document.getElementById('text').textContent") == PROMPT + expected
-    classes = page.of_all("#text .token", "className")
-    coloured = [{"named", "missed"} & {*of_token.split()} for of_token in classes]
-    assert [len(one) for one in coloured] == [1] * 15 + [0], "nobody asks about the last token's successor"
-    counts = [int(count) for count in page.of_all("#legend b", "textContent")]
-    assert (len(counts), sum(counts)) == (3, 15), "repetitions, boundary 1, none"
-    assert sum({"missed"} == one for one in coloured) == counts[2]
-    assert page.of_all("#clock .name", "textContent") == ["stage 1", "stage 2"]
-    assert {"certain", "choice"} <= {*page.of_all("#clock rect", "className.baseVal")}
-    page.ask("document.querySelector('summary').focus()")
-    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
-    rows = [row.split() for row in page.of_all("#lanes tr", "innerText")]
-    assert [row[:2] for row in rows] == [["stage", "1"], ["stage", "2"]]
-    assert all(int(row[2]) >= 15 for row in rows), "passes"
-    assert "stage 2" in page.ask("document.getElementById('clock').getAttribute('aria-label')")
-    assert float(page.text("measured-s").removesuffix(" s")) > 0
-    ordinary = page.text("ordinary-s")
-    assert ordinary == "not known yet" or float(ordinary.removesuffix(" s")) > 0
-    assert page.ask("document.getElementById('measured').clientWidth") > 0
-    resources = page.ask("performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert all(name.startswith((served.url, "data:")) for name in resources)
-    assert page.browser.get_log("browser") == []
-
-
-def test_the_page_says_what_went_wrong(page: Page) -> None:
-    page.start("1600000")
-    page.wait_for("problem", "positions")
-    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-    page.browser.execute_cdp_cmd("Network.enable", {})
-    page.browser.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
-    page.start("4")
-    page.wait_for("problem", "does not answer")
-    online = {**offline, "offline": False, "downloadThroughput": -1, "uploadThroughput": -1}
-    page.browser.execute_cdp_cmd("Network.emulateNetworkConditions", online)
-    page.run("4")
-    assert page.text("problem") == ""
-    page.start("1500")
-    page.wait_for("figures", "Running")
-    WebDriverWait(page.browser, DEADLINE_S).until(lambda _: page.of_all("#text .token", "title"))
-    page.browser.switch_to.active_element.send_keys(Keys.ESCAPE)
-    page.wait_for("figures", "Stopped after")
-    assert page.text("problem") == ""
-
-
-def test_the_page_is_dark_or_light_and_narrow(page: Page) -> None:
-    page.run("8")
-    seen = []
-    for scheme in ("light", "dark"):
-        wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
-        places = (("body", "background-color"), ("body", "color"), ("#text .token", "color"), ("#clock rect", "fill"))
-        seen.append([page.style(*place) for place in places])
-    assert all(light != dark for light, dark in zip(*seen, strict=True))
-    narrow = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
-    WebDriverWait(page.browser, DEADLINE_S).until(lambda _: page.ask("innerWidth") == 360)
-    assert page.ask("document.documentElement.scrollWidth") <= 360
-    page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize(

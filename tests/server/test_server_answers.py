@@ -346,6 +346,15 @@ def test_without_a_template_chats_are_refused(ordinary: OrdinaryDecoding) -> Non
     assert "no chat template: start the server with --chat-template FILE" in error["message"]
 
 
+def test_a_model_says_whether_it_can_chat(ordinary: OrdinaryDecoding, server: Running) -> None:
+    with running(ordinary) as plain:
+        for found, chats in ((plain, False), (server, True)):
+            with found.client() as client:
+                (model,) = client.get("/v1/models").json()["data"]
+                assert client.get(f"/v1/models/{model['id']}").json() == model
+                assert model["chat"] is chats
+
+
 def test_the_page_needs_nothing_from_elsewhere() -> None:
     page = Path(__file__).parents[2] / "ppd_runtime/server/page.html"
     text = page.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")

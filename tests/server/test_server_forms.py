@@ -1,12 +1,14 @@
 """What an answer has to look like, by OpenAI's field and vLLM's: the library's text, or status 400 with the field."""
 
 import json
+from collections import deque
 from typing import Any
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 from servers import Running
+from written_replies import Written
 
 from ppd_runtime import OrdinaryDecoding
 
@@ -104,6 +106,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["a"] * 1001}, "guided_choice", "at most 1000"),
     ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ends when it is complete"),
 ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_fails_within_the_text_is_the_requests_fault(
+    writing_server: Running, written: Written, stream: bool
+) -> None:
+    written.replies = deque(["ab" * 200])
+    asked = {"prompt": "a", "max_tokens": 400, "guided_regex": "(ab){40}(?:.{0,400}a){400}", "stream": stream}
+    answer = writing_server.post("/v1/completions", **asked)
+    told = answer.json() if not stream else json.loads(answer.text.strip().split("\n\n")[-2].removeprefix("data: "))
+    assert (answer.status_code, told["error"]["type"]) == (200 if stream else 400, "invalid_request_error")
+    assert told["error"]["param"] == "guided_regex"
+    assert "guided_regex: the schema, regex, choice or grammar cannot be followed" in told["error"]["message"]
+    assert writing_server.taken == 0
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
