@@ -148,7 +148,8 @@ def _if_it_answers(url: str) -> str | None:
     with contextlib.closing(HTTPConnection(urlsplit(url).netloc, timeout=_ANSWER_S)) as connection:
         try:
             connection.request("GET", "/v1/models")
-            return url if connection.getresponse().status == 200 else None
+            connection.getresponse()
+            return url
         except (OSError, HTTPException):
             return None
 
