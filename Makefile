@@ -9,7 +9,7 @@ TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/fami
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
 .PHONY: demo test smoke check unit processes bench docs figures parts clean nightly nightly-families nightly-processes nightly-rest \
-  nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers
+  nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers nightly-clients
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -38,7 +38,7 @@ processes: .venv/test.stamp
 
 # Each part prints its seed and can run by itself, as hours are free; `make -k nightly` goes on behind a part that fails.
 nightly: nightly-families nightly-processes nightly-rest nightly-faults nightly-endings nightly-endurance \
-  nightly-model-check nightly-fuzz nightly-peers
+  nightly-model-check nightly-fuzz nightly-peers nightly-clients
 
 nightly-families nightly-processes: nightly-%: .venv/test.stamp
 	$(NIGHTLY) -m nightly tests/$*
@@ -69,6 +69,9 @@ nightly-fuzz: .venv/test.stamp
 
 nightly-peers: .venv/peers.stamp
 	$(NIGHTLY) -m nightly tests/processes/test_peers.py tests/processes/test_engines_side_by_side.py
+
+nightly-clients: .venv/clients.stamp
+	$(NIGHTLY) -m nightly tests/server/test_clients.py
 
 bench: .venv/test.stamp
 	$(BIN)/python -m benchmarks
@@ -101,6 +104,11 @@ parts: .venv/test.stamp  # SmolLM2's heads and drafter, which ship with the pack
 
 .venv/peers.stamp: .venv/test.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,peers]"
+	touch $@
+
+.venv/clients.stamp: .venv/test.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,clients]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "litellm>=1.110" "instructor>=1.17"  # they ask for older rich, jiter and python-dateutil
 	touch $@
 
 clean:

@@ -15,12 +15,13 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
@@ -55,10 +56,12 @@ BAD = (
 
 
 class Known(NamedTuple):
-    """A streamed completion, and the text that ordinary decoding gives."""
+    """A streamed completion or chat, and the text that it has to give."""
 
     body: dict[str, Any]
     text: str
+    last: bytes = b"data: [DONE]"
+    """What the stream ends with."""
 
 
 class Load:
@@ -92,30 +95,32 @@ class Load:
                 self._note("lost", repr(error))
 
     @contextlib.contextmanager
-    def _posted(self, body: bytes) -> Iterator[HTTPResponse]:
+    def _posted(self, body: bytes, path: str = "/v1/completions") -> Iterator[HTTPResponse]:
         connection = HTTPConnection(self._place, timeout=_ANSWER_S)
         with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            connection.request("POST", path, body, {"content-type": "application/json"})
             yield connection.getresponse()
 
     def _ask(self, known: Known, leave_after: int | None) -> None:
         arrivals, pieces, line, began = list[float](), list[str](), b"", time.perf_counter()
-        with self._posted(json.dumps(known.body).encode()) as answer:
+        path = "/v1/chat/completions" if "messages" in known.body else "/v1/completions"
+        with self._posted(json.dumps(known.body).encode(), path) as answer:
             for line in filter(bytes.strip, answer):
                 if line.startswith(b'data: {"') and (choices := json.loads(line[6:]).get("choices")):
-                    pieces.append(choices[0]["text"])
-                    arrivals += [time.perf_counter()] * (choices[0]["finish_reason"] is None)
+                    piece = choices[0]["delta"].get("content") or None if "delta" in choices[0] else choices[0]["text"]
+                    pieces.append(piece or "")
+                    is_token = piece is not None and choices[0].get("finish_reason") is None
+                    arrivals += [time.perf_counter()] * is_token
                 if leave_after is not None and len(pieces) > leave_after:
                     break
         self._tokens.append(len(arrivals))
         if leave_after is not None or answer.status in (429, 503):
             self._note("refused" if leave_after is None else "client left")
-        elif answer.status != 200 or line.strip() != b"data: [DONE]":
+        elif answer.status != 200 or not line.strip().endswith(known.last) or not arrivals:
             self._note("lost", f"status {answer.status}, {known.body}, {line[-300:]!r}")
-        elif (text := "".join(pieces)) != known.text:
-            self._note("wrong text", f"{known.body}: {text!r}, ordinary decoding's is {known.text!r}")
         else:
-            self._note("right")
+            is_right = (text := "".join(pieces)) == known.text
+            self._note("right" if is_right else "wrong text", f"{known.body}: {text!r}, it has to be {known.text!r}")
             self.first_ms.append(1e3 * (arrivals[0] - began))
             self.gaps_ms += [1e3 * (late - early) for early, late in itertools.pairwise(arrivals)]
 
@@ -151,24 +156,41 @@ def server(arguments: Sequence[str], cores: set[int]) -> Iterator[Server]:
         ValueError: where it does not start, or does not end as it is told to.
     """
     command = [sys.executable, "-m", "ppd_runtime.cli.entry", "serve", "--port", "0", *arguments]
+    with program(command, cores, _address_in) as found:
+        yield found
+    if (code := found.program.wait()) != _TOLD_TO_END:
+        raise ValueError(f"the server ended with code {code}")
+
+
+@contextlib.contextmanager
+def program(command: Sequence[str], cores: set[int], address: Callable[[str], str | None]) -> Iterator[Server]:
+    """A server on these cores, until the block ends; `address` gives its URL as soon as it listens, from its log.
+
+    Raises:
+        ValueError: where it does not start.
+    """
     with tempfile.TemporaryDirectory(prefix="ppd-serve-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as written:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written)
-        os.sched_setaffinity(process.pid, cores)
+            process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=written)
+        process.cpu_affinity(sorted(cores))
         try:
             deadline = time.monotonic() + _START_S
-            while " at http" not in (said := log.read_text(errors="replace")) or not said.endswith("\n"):
+            while (url := address(said := log.read_text(errors="replace"))) is None:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise ValueError(f"the server did not start: {said.strip()[-500:] or process.poll()}")
                 time.sleep(0.05)
-            url = next(line for line in said.splitlines() if " at http" in line).rpartition(" at ")[2].strip()
-            yield Server(url, psutil.Process(process.pid), log)
+            yield Server(url, process, log)
         finally:
-            process.terminate()
-            code = process.wait(_END_S)
-    if code != _TOLD_TO_END:
-        raise ValueError(f"the server ended with code {code}")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+            process.wait(_END_S)
+
+
+def _address_in(log: str) -> str | None:
+    """Where `ppd serve` says that it listens."""
+    found = re.search(r" at (http\S+)\n", log)
+    return found and found[1]
 
 
 def measure(options: argparse.Namespace) -> Figures:

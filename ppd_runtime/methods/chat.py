@@ -1,5 +1,6 @@
 """Conversations as prompts, by the tokenizer's template or one of the user's."""
 
+import contextlib
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,20 +108,33 @@ def _rendered(
     def render(given: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(given, chat_template=template, tokenize=False, **settings))
 
+    with_objects = [_with_object_arguments(message) for message in messages]
     try:
-        return render(messages)
+        text = render(messages)
     except Exception:
-        if (others := [_as_some_ask(message) for message in messages]) == messages:
+        if (others := [{"content": "", **message} for message in with_objects]) == messages:
             raise
         return render(others)
+    if with_objects != messages and _quotes_arguments(messages, text):
+        with contextlib.suppress(Exception):
+            return render(with_objects)
+    return text
 
 
-def _as_some_ask(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for templates that require a content, and calls' arguments as objects instead of JSON."""
+def _quotes_arguments(messages: list[dict[str, Any]], text: str) -> bool:
+    """Whether a template wrote arguments, which are JSON text already, as a JSON string: it asks for objects."""
+    calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
+    functions = (call.get("function") for call in calls)
+    arguments = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments)
+
+
+def _with_object_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have objects as arguments instead of JSON text."""
     calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        message = {**message, "tool_calls": [_with_objects(call) for call in calls]}
-    return {"content": "", **message}
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_objects(call) for call in calls]}
 
 
 def _with_objects(call: Any) -> Any:

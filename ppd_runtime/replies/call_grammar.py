@@ -24,7 +24,12 @@ _LINE_END = r'"\n"'
 
 
 def call_grammar(
-    form: str, schemas: Mapping[str, Mapping[str, Any]], several: bool, thinking: Thinking | None, special: Special
+    form: str,
+    schemas: Mapping[str, Mapping[str, Any]],
+    several: bool,
+    thinking: Thinking | None,
+    special: Special,
+    text: Form | None = None,
 ) -> str:
     """A grammar in Lark's syntax, as llguidance takes it, of the replies that are calls and nothing else but thinking.
 
@@ -34,11 +39,12 @@ def call_grammar(
         several: whether more than one call may be made.
         thinking: how the model marks its thinking, which may come first; None if it does not think.
         special: see `Special`.
+        text: the form of replies that are no calls; None: there are none.
 
     Raises:
-        ValueError: for arguments that the form cannot keep to their schema.
+        ValueError: for arguments that the form cannot keep to their schema, and as `thought_then`.
     """
-    return _Grammar(special).of(form, schemas, several, thinking)
+    return _Grammar(special).of(form, schemas, several, thinking, None if text is None else _body(text))
 
 
 def thought_then(form: Form, thinking: Thinking, special: Special) -> str:
@@ -47,19 +53,22 @@ def thought_then(form: Form, thinking: Thinking, special: Special) -> str:
     Raises:
         ValueError: for a grammar, which cannot be part of another one.
     """
+    return _Grammar(special).behind_thinking(_body(form), thinking)
+
+
+def _body(form: Form) -> str:
+    """A form as the body of a rule."""
     if form.setting == "schema":
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        body = f"%json {json.dumps({**json.loads(form.text), **style})}"
-    elif form.setting == "regex":
-        body = f"/{_LONE_SLASH.sub(_escaped, form.text)}/".replace("\n", r"\n")
-    elif form.setting == "choice":
-        body = " | ".join(map(_text, json.loads(form.text)))
-    else:
-        raise ValueError(
-            "grammar: the model thinks first, and a grammar leaves no room for that: give a schema, a regex or a "
-            "choice, or let the grammar begin with the thinking and set reasoning_parser='none'"
-        )
-    return _Grammar(special).behind_thinking(body, thinking)
+        return f"%json {json.dumps({**json.loads(form.text), **style})}"
+    if form.setting == "regex":
+        return f"/{_LONE_SLASH.sub(_escaped, form.text)}/".replace("\n", r"\n")
+    if form.setting == "choice":
+        return " | ".join(map(_text, json.loads(form.text)))
+    raise ValueError(
+        "grammar: the model thinks first, and a grammar leaves no room for that: give a schema, a regex or a "
+        "choice, or let the grammar begin with the thinking and set reasoning_parser='none'"
+    )
 
 
 class _Grammar:
@@ -69,8 +78,15 @@ class _Grammar:
         self._special = special
         self._rules: list[str] = []
 
-    def of(self, form: str, schemas: Mapping[str, Mapping[str, Any]], several: bool, thinking: Thinking | None) -> str:
-        """See `call_grammar`."""
+    def of(
+        self,
+        form: str,
+        schemas: Mapping[str, Mapping[str, Any]],
+        several: bool,
+        thinking: Thinking | None,
+        text: str | None,
+    ) -> str:
+        """See `call_grammar`; `text` is the body of a rule."""
         makers: Mapping[str, Callable[[str, Mapping[str, Any]], str]] = {
             "hermes": self._hermes,
             "qwen3_coder": self._qwen,
@@ -86,7 +102,10 @@ class _Grammar:
         begins, ends = (
             (f"{self._mark('[TOOL_CALLS]')} {_text('[')} ", f" {_text(']')}") if form == "mistral" else ("", "")
         )
-        start = f"start: {self._thought(form, thinking)}{begins}{call}{more}{ends}"
+        reply = f"{begins}{call}{more}{ends}"
+        if text is not None:
+            reply = f"({reply} | {self._rule('form', text)})"
+        start = f"start: {self._thought(form, thinking)}{reply}"
         return "\n".join([start, *self._rules]) + "\n"
 
     def behind_thinking(self, body: str, thinking: Thinking) -> str:

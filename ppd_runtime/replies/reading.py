@@ -1,5 +1,6 @@
 """How the replies to one request are read: the reader with its settings, and what decoding has to do for it."""
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,8 @@ class ReplyReading:
     """Special tokens that the text has to have as they are written."""
     special: Mapping[str, int] = field(default_factory=dict)
     """Ids of the tokenizer's special tokens."""
+    form: str | None = None
+    """The name of the form of calls in `call_grammar`; None if none may be made."""
     grammar: str | None = None
     """What the text has to look like, if it has to be a call."""
 
@@ -46,24 +49,33 @@ class ReplyReading:
     def params(self, params: SamplingParams) -> SamplingParams:
         """A request's settings: a text of one call at the most ends behind it, one that has to be a call is one.
 
+        A form that is asked for besides is that of answers which are no calls.
+
         Raises:
-            ValueError: if a schema of arguments cannot be kept to, or the text has to look like something else, too.
+            ValueError: if a schema of arguments cannot be kept to.
         """
         if self.grammar is None:
-            params = self._behind_thinking(params)
+            params = self._with_calls(params) or self._behind_thinking(params)
             end = self.kind.end_of_call
             return params if self.parallel or end is None else replace(params, stop=(*params.stop, end))
-        if params.form is not None:
-            raise ValueError(
-                f"tool_choice: the text has a {params.form.setting}, so it is no call: leave one of them out"
-            )
         try:
-            return replace(params, grammar=self.grammar)
+            return replace(params.without_form(), grammar=self.grammar)
         except ValueError as error:
             what = str(error).removeprefix("grammar: ")
             raise ValueError(
                 f"tools: a call cannot be required, the tools make a grammar that fails: {what}"
             ) from error
+
+    def _with_calls(self, params: SamplingParams) -> SamplingParams | None:
+        """Settings whose form is that of replies which are no calls; None if that cannot be."""
+        if self.form in (None, "gpt_oss") or params.form is None or params.form.setting == "grammar":
+            return None
+        with contextlib.suppress(ValueError):  # schemas of arguments that cannot be kept to: the form alone holds
+            grammar = call_grammar(
+                str(self.form), self.tools, self.parallel, self.thinking, self.special, text=params.form
+            )
+            return replace(params.without_form(), grammar=grammar)
+        return None
 
     def _behind_thinking(self, params: SamplingParams) -> SamplingParams:
         """Settings whose form leaves room for the thinking before it."""
@@ -100,11 +112,11 @@ def reading_of(
     marks = {*(kind.markers if kind else ()), *((thinking.opens, thinking.closes) if thinking else ())}
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     shown = frozenset(special[mark] for mark in marks if mark in special)
-    grammar = None
-    if form is not None and use.is_forced:
+    written, grammar = None if form is None else _written(form, template), None
+    if written is not None and use.is_forced:
         several = use.parallel and use.choice == "required"
-        grammar = call_grammar(_written(form, template), use.schemas, several, thinking, special)
-    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown, special, grammar)
+        grammar = call_grammar(written, use.schemas, several, thinking, special)
+    return ReplyReading(kind or Reader, thinking, use.schemas, use.parallel, shown, special, written, grammar)
 
 
 def _written(form: str, template: str) -> str:

@@ -23,6 +23,8 @@ HISTORY = [
 ]
 """An agent's, as openai's client writes it."""
 AS_JSON = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}{{ 'so:' if add_generation_prompt }}"
+OBJECTS = [{**CALL, "function": {"name": "weather", "arguments": {"city": "Zürich"}}}]
+"""The call as a template that writes its arguments as JSON has to get it."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
@@ -38,8 +40,9 @@ def of_transformers(ordinary: OrdinaryDecoding, messages: list, template: str, *
 
 def test_an_agents_history_goes_to_the_template_as_it_is(ordinary: OrdinaryDecoding) -> None:
     text = ordinary.chat_prompt(HISTORY, AS_JSON)
-    assert text == of_transformers(ordinary, HISTORY, AS_JSON)
-    assert json.loads(text.splitlines()[2])["tool_calls"] == [CALL]
+    with_objects = [{**message, "tool_calls": OBJECTS} if "tool_calls" in message else message for message in HISTORY]
+    assert text == of_transformers(ordinary, with_objects, AS_JSON)
+    assert json.loads(text.splitlines()[2])["tool_calls"] == OBJECTS
     assert '"tool_call_id": "call_1"' in text.splitlines()[3]
     assert '"reasoning_content": "The tool says so."' in text.splitlines()[4]
 
@@ -72,6 +75,16 @@ def test_a_template_that_needs_arguments_as_objects_gets_them(ordinary: Ordinary
         "{% endfor %}{% endfor %}"
     )
     assert ordinary.chat_prompt(HISTORY, template) == "city=Zürich"
+
+
+@pytest.mark.parametrize("written", ["arguments", "arguments | tojson", "arguments if arguments is string else 5"])
+def test_arguments_are_never_json_within_json(ordinary: OrdinaryDecoding, written: str) -> None:
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or () %}"
+        f"{{% set arguments = call.function.arguments %}}{{{{ {written} }}}}"
+        "{% endfor %}{% endfor %}"
+    )
+    assert ordinary.chat_prompt(HISTORY, template) == '{"city": "Zürich"}'
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""`benchmarks.peers`: engines in processes of their own, the same tokens, and words for what cannot be measured."""
+"""`benchmarks.peers` and `servers`: the same tokens in processes of their own, and words for what is not measured."""
 
 from importlib.util import find_spec
 
 import pytest
 from grids import nightly
+from smollm2 import needs_smollm2
 
-from benchmarks import peers
+from benchmarks import peers, servers
 from benchmarks.engines import EngineProcess, Task
 from ppd_runtime.models.checkpoint.hub import DEMO
 from ppd_runtime.tune.compare import CannotDecodeError
@@ -46,3 +47,17 @@ def test_llama_cpp_gives_our_tokens():
     assert len(starts) > 3
     assert min(starts[:3]) == 1
     assert max(starts[3:]) == 1
+
+
+@nightly
+@needs_smollm2
+def test_a_servers_texts_are_the_same_with_others_at_once():
+    options = "--engines ours-threads,ours-stages,llama.cpp --at-once 1,3 --tokens 6 --rounds 1 --requests 3"
+    found = servers.measure(servers.parser().parse_args(options.split()))
+    rows = [row for row in found["rows"] if row["server"] != "llama.cpp"]
+    assert len(rows) == 2 * 2 * 2
+    assert {row["right"] for row in rows} == {"3 of 3"}
+    assert min(min(row["tokens_per_second"]) for row in rows) > 0
+    assert servers.table(found).count("| ours-stages |") == 4
+    if find_spec("llama_cpp") is None:
+        assert "No module named" in found["left_out"]["llama.cpp"]

@@ -14,7 +14,7 @@ import torch
 from heads_for_tests import write_texts
 from transformers import AutoModelForCausalLM
 
-from benchmarks import decode, draft_models, edits, faults, forms, hop, layouts, peers, serving, startup
+from benchmarks import decode, draft_models, edits, faults, forms, hop, layouts, peers, servers, serving, startup
 from benchmarks.__main__ import PLAN
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.models import model_folder, random_config
@@ -27,7 +27,7 @@ from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.tune.prompt_files import Prompt
 
-MODULES = (decode, draft_models, faults, forms, hop, layouts, peers, serving, startup)
+MODULES = (decode, draft_models, faults, forms, hop, layouts, peers, servers, serving, startup)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -71,6 +71,7 @@ def test_options_that_are_refused(module, arguments, capsys):
         (layouts, ["--match-rate", "0", "--temperature", "1"], "--match-rate 0.0 with a temperature: "),
         (layouts, ["--model", "random:64x2", "--layouts", "stages"], "--layouts stages: give settings such as"),
         (peers, ["--tokens", "1"], "--tokens 1: "),
+        (servers, ["--model", "demo"], "--model demo: give one that is a GGUF file"),
         (peers, ["--threads", "9999"], "--threads 9999: there are "),
         (decode, ["--data", "none.txt"], "none.txt: No such file or directory; give a file of texts"),
         (faults, ["--every-s", "0"], "--every-s 0.0: give more than 0"),

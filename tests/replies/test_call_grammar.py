@@ -145,6 +145,22 @@ def test_a_form_leaves_room_for_thinking(plain: OrdinaryDecoding, name: str, is_
     assert (message.reasoning_content, message.content) == ("Hm.", expected)
 
 
+@pytest.mark.parametrize("form", [form for form in TEMPLATES if not form.startswith("gpt_oss")])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_leaves_room_for_calls(plain: OrdinaryDecoding, form: str, name: str) -> None:
+    """A schema of answers would leave an agent no call."""
+    given, expected = FORMS[name]
+    turn = plain.chat_turn([USER], TEMPLATES[form], {}, tool_use(TOOLS), ReplyFormats())
+    forced = plain.chat_turn([USER], TEMPLATES[form], {}, tool_use(TOOLS, "weather"), ReplyFormats())
+    params = plain.chat_params(SamplingParams(**given), turn)
+    call = plain.chat([USER], chat_template=TEMPLATES[form], tools=TOOLS, tool_choice="weather", **MOST).text
+    assert is_taken(plain, forced.reading.grammar, call)
+    assert is_taken(plain, params.grammar, call)
+    assert is_taken(plain, params.grammar, expected)
+    assert not is_taken(plain, params.grammar, "Zug")
+    assert turn.reading.message_of(expected).content == expected
+
+
 def test_a_grammar_leaves_none(plain: OrdinaryDecoding) -> None:
     given = {"grammar": 'start: "a"', "max_new_tokens": 5}
     with pytest.raises(ValueError, match="grammar: the model thinks first"):
@@ -185,10 +201,9 @@ def test_arguments_that_cannot_be_kept_to_are_refused(
         plain.chat([USER], chat_template=TEMPLATES[form], tools=[tool], tool_choice="f")
 
 
-def test_a_reply_has_one_form(plain: OrdinaryDecoding) -> None:
-    asked = {"chat_template": TEMPLATES["hermes"], "tools": TOOLS}
-    with pytest.raises(ValueError, match="tool_choice: the text has a regex, so it is no call: leave one of them out"):
-        plain.chat([USER], tool_choice="required", regex="a+", **asked)
+def test_a_form_of_answers_is_not_that_of_required_calls(plain: OrdinaryDecoding) -> None:
+    asked = {"chat_template": TEMPLATES["hermes"], "tools": TOOLS, "tool_choice": "required", "max_new_tokens": 20}
+    assert plain.chat([USER], regex="a+", **asked).token_ids == plain.chat([USER], **asked).token_ids
 
 
 def test_each_form_can_be_required() -> None:
