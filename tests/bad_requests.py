@@ -125,7 +125,8 @@ def _mutated(rng: random.Random, path: str) -> tuple[str, Any, tuple[str, ...]]:
     body = deepcopy(rng.choice(VALID[path]))
     done, fields = [], []
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
-        place = rng.choice([*_places(body)] or [("x",)])
+        places = [*_places(body)]
+        place = rng.choice(places or [("x",)])
         inside, what = (
             _at(body, place[:-1]),
             rng.choice(("odd", "odd", "odd", "odd", "gone", "wrapped", "unknown", "twice")),
@@ -135,7 +136,7 @@ def _mutated(rng: random.Random, path: str) -> tuple[str, Any, tuple[str, ...]]:
             name = rng.choice(("x", "", "é", "a" * 300, "__proto__", "functions", "best_of", "self", "model_config"))
             inside[name] = json.loads(rng.choice(ODD))
             fields += [name] if len(place) == 1 else []
-        elif what == "gone":
+        elif what == "gone" and place in places:
             del inside[place[-1]]
         elif what == "wrapped":
             inside[place[-1]] = [inside.get(place[-1]) if isinstance(inside, dict) else inside[place[-1]]]
