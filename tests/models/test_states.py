@@ -199,14 +199,14 @@ def test_candidates_of_one_position_have_the_bits_that_they_have_alone(
         assert torch.equal(stage.run(0, 4, [9], 12)[:, 0], alone[kept][:, 1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kept_prefixes_and_requests_at_once(folder_of: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("mamba2", "bfloat16")])
+def test_kept_prefixes_and_requests_at_once(folder_of: Callable[[str], Path], family: str, dtype: str) -> None:
     """A kept chunk has the state at its end."""
     folder = folder_of(family)
-    ordinary = OrdinaryDecoding(str(folder), dtype="float32")
+    ordinary = OrdinaryDecoding(str(folder), dtype=dtype)
     prompts = [TEXT[:37], TEXT[:37], [*TEXT[:18], 3, 4], TEXT[:24], [5, *TEXT[1:20]], TEXT[:8], TEXT[:7]]
     expected = [_of(ordinary.generate(prompt, **SAMPLED)) for prompt in prompts]
-    with PPDRuntime(str(folder), stages=3, transport="local", dtype="float32", max_requests=3) as runtime:
+    with PPDRuntime(str(folder), stages=3, transport="local", dtype=dtype, max_requests=3) as runtime:
         got = [runtime.generate(prompt, **SAMPLED) for prompt in prompts]
         with ThreadPoolExecutor(3) as pool:
             at_once = list(pool.map(lambda prompt: _of(runtime.generate(prompt, **SAMPLED)), prompts))
@@ -230,12 +230,16 @@ def test_messages_in_any_order(folder_of: Callable[[str], Path], family: str, se
         same(bench.pipelined(prompt, params, exit_layer=2, seed=seed, impatience=impatience, **layout), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_stage_and_a_draft_model_of_this_kind(folder_of: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("mamba2", "bfloat16")])
+def test_one_stage_the_papers_layout_and_a_draft_model_of_this_kind(
+    folder_of: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    """With states between layers in another dtype than the weights, too."""
     folder = str(folder_of(family))
-    ordinary = OrdinaryDecoding(folder, dtype="float32")
-    for settings in ({"stages": 1, "rows": 4}, {"stages": 2, "rows": 3, "drafter": folder}):
-        with PPDRuntime(folder, transport="local", dtype="float32", **settings) as runtime:
+    ordinary = OrdinaryDecoding(folder, dtype=dtype)
+    of_stages = {"stages": 1, "rows": 4}, {"stages": 2, "rows": 3, "drafter": folder}
+    for settings in (*of_stages, {"k": 2, "exit_layer": 2, "speculation": "always"}):
+        with PPDRuntime(folder, transport="local", dtype=dtype, **settings) as runtime:
             for prompt in (TEXT[:19], [3, 4, 3, 4, 3]):
                 got = runtime.generate(prompt, **SAMPLED | {"max_new_tokens": 16})
                 assert _of(got) == _of(ordinary.generate(prompt, **SAMPLED | {"max_new_tokens": 16}))
