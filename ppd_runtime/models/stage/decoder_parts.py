@@ -46,7 +46,7 @@ def cache_argument(decoder: nn.Module) -> str:
 
 def states_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of states between layers: float32 where layers add in it, whatever their weights have, else theirs."""
-    adds_in_float32 = getattr(decoder_in(model).layers[-1], "residual_in_fp32", False)
+    adds_in_float32 = any(getattr(layer, "residual_in_fp32", False) for layer in decoder_in(model).layers)
     return torch.float32 if adds_in_float32 else model.dtype
 
 
