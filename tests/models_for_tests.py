@@ -11,8 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.stage.decoder_parts import decoder_in, final_norm
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import final_norm
 from ppd_runtime.models.stage.state_range import range_class
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3")
@@ -112,9 +112,9 @@ def vary(model: PreTrainedModel) -> None:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The model's decoder; Llama 4's `get_decoder` gives the whole model."""
+    """The model's decoder; Llama 4's `get_decoder` gives the whole model, as Mamba's does."""
     found = model.get_decoder()
-    return found if hasattr(found, "layers") else found.model
+    return found if hasattr(found, "layers") else decoder_in(found)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.checkpoint.config import entry_size, model_config, skeleton_of, weight_files
+from ppd_runtime.models.checkpoint.config import entry_size, layer_number, model_config, skeleton_of, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
@@ -78,5 +78,5 @@ def _packed_bytes(weights: str, config: PretrainedConfig, dtype: torch.dtype) ->
     for name, linear in quantised_linears(skeleton).items():
         form = FORMAT_OF[FORMAT_OF_HEAD if name == HEAD else weights]
         sizes[name] = packed_bytes(form, linear.out_features, linear.in_features)
-    of_layer = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
+    of_layer = sum(size for name, size in sizes.items() if layer_number(name) >= 0)
     return sum(sizes.values()) + (config.num_hidden_layers - 1) * of_layer

@@ -16,6 +16,7 @@ from ppd_runtime.models.compiling import wants_code
 from ppd_runtime.models.draft_model import DraftModelInfo
 from ppd_runtime.models.named_drafter import NamedInfo, describe_named
 from ppd_runtime.models.native.library import is_float32_on_cpu
+from ppd_runtime.models.stage.decoder_parts import decoder_in
 from ppd_runtime.models.stage.emulation import EmulatedDevice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.exit_heads import OracleHead
@@ -246,7 +247,7 @@ def _head_is_large(info: ModelInfo) -> bool:
     skeleton = skeleton_of(model_config(info.folder), 1)
     experts = getattr(skeleton.config, "num_experts_per_tok", None)
     read = 0.0
-    for weight in skeleton.model.layers[0].parameters():
+    for weight in decoder_in(skeleton).layers[0].parameters():
         share = min(experts / weight.shape[0], 1.0) if experts and weight.dim() == 3 else 1.0
         read += share * weight.numel()
     return skeleton.lm_head.weight.numel() > read

@@ -30,6 +30,7 @@ class MessageValidator:
 
     def __init__(self, stage: LayerRange, spec: WorkerSpec) -> None:
         self._stage, self._dtype, self._hidden_size = stage, spec.dtype, int(stage.model.config.hidden_size)
+        self._states_dtype = stage.states_dtype
         self._vocab_size, self._num_processes = spec.info.vocab_size, spec.layout.num_processes
         self._drafter = spec.layout.drafter
         self._head_start = spec.layout.head_start(spec.info.num_layers)
@@ -83,9 +84,9 @@ class MessageValidator:
         return self._of_shape(hidden, (1, tokens, (columns - 1) * self._hidden_size + self._stage.state_size))
 
     def _of_shape(self, hidden: Tensor, shape: tuple[int, ...]) -> str:
-        if hidden.shape == shape and hidden.dtype == self._dtype:
+        if hidden.shape == shape and hidden.dtype == self._states_dtype:
             return ""
-        return f"hidden states {_form(hidden)} and not {[*shape]} in {self._dtype}"
+        return f"hidden states {_form(hidden)} and not {[*shape]} in {self._states_dtype}"
 
     def _of_entries(self, entries: Tensor) -> str:
         shape = (self._head_start, 2, *self._stage.cache.entry_shape(self._head_start))

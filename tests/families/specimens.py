@@ -54,6 +54,10 @@ _EXPERTS |= {"shared_intermediate_size": 16}
 _RECURRENT = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2), "conv_L_cache": 3}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_NEMOTRON = {"layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"], "mamba_num_heads": 8}
+_NEMOTRON |= {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": 16}
+_MAMBA_1 = {"state_size": 8, "intermediate_size": 64}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB_SIZE}
@@ -67,6 +71,7 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+    **dict.fromkeys(("falcon_mamba", "mamba"), _MAMBA_1),
     "gemma3n_text": _GEMMA_3N,
     "gemma4_text": _GEMMA_4 | {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": _GEMMA_4,
@@ -78,6 +83,8 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "lfm3": _CONVOLUTIONS,
     "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "intermediate_size_mlp": 64, "moe_layers": [1, 3]}
     | {"no_rope_layer_interval": 2, "num_experts_per_tok": 1},
+    "mamba2": {"head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "nemotron_h": _NEMOTRON,
     "olmo_hybrid": _DELTA | {"layer_types": _RECURRENT},
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA | {"layer_types": _RECURRENT}),
 }
@@ -85,13 +92,13 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 
 _SUPPORTED = """
     afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
-    deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2
-    gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite granite_swa
-    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mellum
-    mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3
-    olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint
+    gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss
+    granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe
+    lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+    mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
@@ -228,6 +235,8 @@ _EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 
 _PHI_4_MINI = _long_rope(short_factor=[1.0, 1.1, 1.2], long_factor=[2.0, 3.0, 4.0])
 _PHI_4_MINI |= {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
 
+_KEPT_LAST = ["mlp", "moe", "linear_attention", "mlp", "full_attention"]
+
 SPECIAL: tuple[Specimen, ...] = (
     *(Specimen(family, "linear rotary", _rope("linear", factor=2.0)) for family in ("llama", "olmo2")),
     *(Specimen(family, "dynamic rotary", _rope("dynamic", factor=2.0)) for family in ("llama", "qwen3")),
@@ -271,6 +280,9 @@ SPECIAL: tuple[Specimen, ...] = (
     Specimen("gemma4_unified_text", "shared keys", {"num_kv_shared_layers": 2}),
     Specimen("llama4_text", "chunks of 16", {"attention_chunk_size": 16}),
     Specimen("llama4_text", "no experts, no norms of queries", {"moe_layers": [], "use_qk_norm": False}),
+    Specimen("nemotron_h", "an expert's latent size", {"moe_latent_size": 16}),
+    Specimen("mamba2", "states that are added in their own dtype", {"residual_in_fp32": False}),
+    Specimen("nemotron_h", "a layer first that keeps nothing", {"layers_block_type": _KEPT_LAST}),
     *(Specimen("llama", f"{depth} layers", {"num_hidden_layers": depth}) for depth in (2, 3, 13)),
     *(Specimen("qwen3", f"{heads} key/value heads", {"num_key_value_heads": heads}) for heads in (1, 4)),
 )

@@ -122,7 +122,7 @@ def test_the_guide_is_what_is_written() -> None:
         ("llama", {"layer_types": ["chunked_attention"] * 32, "attention_chunk_size": 5}, "than their caches say"),
         ("nanochat", {}, "cannot be cut"),
         ("minicpm3", {}, "cannot be cut"),
-        ("mamba2", {}, "such as Llama"),
+        ("rwkv", {}, "such as Llama"),
     ],
 )
 def test_families_that_cannot_be_cut_are_refused_before_weights_are_read(

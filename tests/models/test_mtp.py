@@ -30,28 +30,46 @@ FAMILIES = {
     "glm4_moe": {**EXPERTS, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**EXPERTS, **LATENT},
 }
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+KINDS = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
+EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS_OF_QWEN |= {"shared_expert_intermediate_size": 16}
+HYBRIDS = {"qwen3_5_text": DELTA, **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), DELTA | EXPERTS_OF_QWEN)}
+"""Their files have the layer apart from the others, and their norms multiply by one more than their weights."""
+APART = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
 TEXT = [17, 200, 31, 8, 99, 120, 45, 3, 250, 66, 71, 5]
 """A text from its second token on."""
 CHAINS = [[], [7], [7, 9], [7, 30, 4], [8, 30], [8]]
 Made = tuple[Path, Any, dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A model's folder, the library's model with a layer more, the MTP layer's block, and the layer's own tensors."""
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
-    save_model(folder / "longer", family, num_layers=LAYERS + 1, **FAMILIES[family])
-    save_model(folder / "model", family, num_layers=LAYERS, **FAMILIES[family])
+    behind, is_apart = f"model.layers.{LAYERS}.", family in HYBRIDS
+    for name, depth in (("longer", LAYERS + 1), ("model", LAYERS)):
+        settings = HYBRIDS[family] | {"layer_types": KINDS[:depth]} if is_apart else FAMILIES[family]
+        save_model(folder / name, family, num_layers=depth, **settings)
     longer = load_file(folder / "longer" / "model.safetensors")
-    block = {name: tensor for name, tensor in longer.items() if name.startswith(f"model.layers.{LAYERS}.")}
+    block = {name: tensor for name, tensor in longer.items() if name.startswith(behind)}
     rng = torch.Generator().manual_seed(0)
     own = {
         f"{name}.weight": 1 + torch.randn(SIZE, generator=rng) / 4 for name in ("enorm", "hnorm", "shared_head.norm")
     }
     own["eh_proj.weight"] = torch.randn(SIZE, 2 * SIZE, generator=rng) / 8
-    tensors = load_file(folder / "model" / "model.safetensors") | block
-    tensors |= {f"model.layers.{LAYERS}.{name}": tensor for name, tensor in own.items()}
-    tensors[f"model.layers.{LAYERS}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors = load_file(folder / "model" / "model.safetensors")
+    if is_apart:
+        tensors |= {f"mtp.layers.0.{name.removeprefix(behind)}": tensor for name, tensor in block.items()}
+        tensors |= {f"mtp.{APART[name.removesuffix('.weight')]}.weight": tensor for name, tensor in own.items()}
+    else:
+        tensors |= block | {f"{behind}{name}": tensor for name, tensor in own.items()}
+        tensors[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
     return folder / "model", AutoModelForCausalLM.from_pretrained(folder / "longer").eval(), own
 
@@ -61,9 +79,10 @@ def expected_logits(made: Made, tokens: list[int], states: Tensor, chain: list[i
     """Logits behind a chain behind a text's tokens, all computed anew; `states` are of the token before each."""
     folder, longer, own = made
     model, eps = load_stage(folder).model, longer.config.rms_norm_eps
+    more = 1 if longer.config.model_type in HYBRIDS else 0
 
     def normed(hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden * (hidden.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return hidden * (hidden.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (more + weight)
 
     before = normed(states, model.model.norm.weight)
     for end in range(len(chain) + 1):
@@ -138,5 +157,11 @@ def test_a_layer_in_another_form_is_named(model_folder: Callable[..., Path], tmp
     tensors |= {"mtp.fc.weight": torch.zeros(SIZE, 2 * SIZE), "mtp.layers.0.input_layernorm.weight": torch.ones(SIZE)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     line = r"^drafter='mtp': model .* has such a layer as mtp.fc.weight, a form that is not understood .*drafter$"
+    with pytest.raises(ValueError, match=line):
+        PPDRuntime(folder, stages=1, drafter="mtp")
+    tensors |= {f"mtp.{name}.weight": torch.ones(SIZE) for name in APART.values() if name != "fc"}
+    tensors["mtp.embed_tokens.weight"] = torch.zeros(300, SIZE)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    line = r"^drafter='mtp': model .* has mtp.embed_tokens.weight beside such a layer, which is not understood; .*$"
     with pytest.raises(ValueError, match=line):
         PPDRuntime(folder, stages=1, drafter="mtp")

@@ -14,6 +14,7 @@ from models_for_tests import build_tokenizer, load_stage
 from pipeline_runs import GREEDY, Bench, same
 from pipeline_runs import SAMPLED as SAMPLED_PARAMS
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime, open_method
 from ppd_runtime.models.checkpoint.description import describe
@@ -24,8 +25,17 @@ from ppd_runtime.models.stage.state_range import StateRange
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.tune.match_rates import exit_states
 
-FAMILIES = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid")
-"""Convolutions alone, a delta rule, and states beside keys and values or in layers of their own."""
+FAMILIES = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2")
+"""Convolutions alone, a delta rule, states beside keys and values or in layers of their own, layers without either, and
+states alone."""
+CHUNKED = (
+    *("bailing_hybrid", "bamba", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text"),
+)
+"""Further families whose prompts are cut into chunks."""
+WHOLE = ("falcon_mamba", "jamba", "mamba")
+"""Families whose prompts are not."""
+EVERY = [*FAMILIES, *(pytest.param(family, marks=nightly) for family in (*CHUNKED, *WHOLE))]
 CHUNK = 8
 TEXT = [7 * i % 290 + 1 for i in range(40)]
 SAMPLED = {"max_new_tokens": 6, "temperature": 0.9, "seed": 4, "ignore_eos": True, "logprobs": 2}
@@ -64,7 +74,7 @@ def along(stage: StateRange, tokens: list[int], prompt: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_rows_of_a_tree_have_the_bits_that_they_have_alone(
     folder_of: Callable[[str], Path], family: str, dtype: str
 ) -> None:
@@ -114,8 +124,20 @@ def test_dropped_branches_free_their_states_and_kept_ones_stay_where_they_are(
     assert {id(part) for state in layer.states.values() for part in state.values()} < left
 
 
+@pytest.mark.parametrize("family", EVERY)
+def test_bfloat16_gives_the_librarys_text(folder_of: Callable[[str], Path], family: str) -> None:
+    """Where a prompt is one chunk, also in bfloat16: the passes are those of the library."""
+    model = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="bfloat16")
+    ordinary = OrdinaryDecoding(str(folder_of(family)), dtype="bfloat16")
+    for prompt in (TEXT[:1], TEXT[3 : 3 + CHUNK]):
+        with torch.inference_mode():
+            text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)
+        got = ordinary.generate(prompt, max_new_tokens=16, ignore_eos=True)
+        assert list(got.token_ids) == text[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_what_a_token_leaves_travels(folder_of: Callable[[str], Path], family: str, dtype: str) -> None:
     """The first layers continue from another process' entries and states with the bits of their own."""
     stage, twin = stage_of(folder_of(family), dtype), stage_of(folder_of(family), dtype)
@@ -135,7 +157,7 @@ def test_what_a_token_leaves_travels(folder_of: Callable[[str], Path], family: s
         stage.export_entries(2, 3, 4)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "jamba"])
+@pytest.mark.parametrize("family", [*FAMILIES, *CHUNKED, *WHOLE])
 def test_a_prompt_in_chunks_gives_the_librarys_text(folder_of: Callable[[str], Path], family: str) -> None:
     """A chunk starts from the state before it. Where the library begins without it, a prompt is one chunk."""
     folder, model = folder_of(family), Specimen(family).build()
@@ -143,10 +165,10 @@ def test_a_prompt_in_chunks_gives_the_librarys_text(folder_of: Callable[[str], P
         expected = model.generate(torch.tensor([TEXT[:37]]), do_sample=False, max_new_tokens=8)[0, 37:].tolist()
     got = OrdinaryDecoding(str(folder), dtype="float32").generate(TEXT[:37], max_new_tokens=8, ignore_eos=True)
     assert list(got.token_ids) == expected
-    assert describe(str(folder)).longest_in_chunks == (0 if family == "jamba" else None)
+    assert describe(str(folder)).longest_in_chunks == (0 if family in WHOLE else None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "mamba2"])
 def test_exit_states_are_measured_from_any_token_on(folder_of: Callable[[str], Path], family: str) -> None:
     """States of earlier tokens may be gone by then."""
     stage = stage_of(folder_of(family))
@@ -177,14 +199,14 @@ def test_candidates_of_one_position_have_the_bits_that_they_have_alone(
         assert torch.equal(stage.run(0, 4, [9], 12)[:, 0], alone[kept][:, 1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kept_prefixes_and_requests_at_once(folder_of: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("mamba2", "bfloat16")])
+def test_kept_prefixes_and_requests_at_once(folder_of: Callable[[str], Path], family: str, dtype: str) -> None:
     """A kept chunk has the state at its end."""
     folder = folder_of(family)
-    ordinary = OrdinaryDecoding(str(folder), dtype="float32")
+    ordinary = OrdinaryDecoding(str(folder), dtype=dtype)
     prompts = [TEXT[:37], TEXT[:37], [*TEXT[:18], 3, 4], TEXT[:24], [5, *TEXT[1:20]], TEXT[:8], TEXT[:7]]
     expected = [_of(ordinary.generate(prompt, **SAMPLED)) for prompt in prompts]
-    with PPDRuntime(str(folder), stages=3, transport="local", dtype="float32", max_requests=3) as runtime:
+    with PPDRuntime(str(folder), stages=3, transport="local", dtype=dtype, max_requests=3) as runtime:
         got = [runtime.generate(prompt, **SAMPLED) for prompt in prompts]
         with ThreadPoolExecutor(3) as pool:
             at_once = list(pool.map(lambda prompt: _of(runtime.generate(prompt, **SAMPLED)), prompts))
@@ -208,18 +230,26 @@ def test_messages_in_any_order(folder_of: Callable[[str], Path], family: str, se
         same(bench.pipelined(prompt, params, exit_layer=2, seed=seed, impatience=impatience, **layout), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_stage_and_a_draft_model_of_this_kind(folder_of: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [*((family, "float32") for family in FAMILIES), ("mamba2", "bfloat16")])
+def test_one_stage_the_papers_layout_and_a_draft_model_of_this_kind(
+    folder_of: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    """With states between layers in another dtype than the weights, too."""
     folder = str(folder_of(family))
-    ordinary = OrdinaryDecoding(folder, dtype="float32")
-    for settings in ({"stages": 1, "rows": 4}, {"stages": 2, "rows": 3, "drafter": folder}):
-        with PPDRuntime(folder, transport="local", dtype="float32", **settings) as runtime:
+    ordinary = OrdinaryDecoding(folder, dtype=dtype)
+    of_stages = {"stages": 1, "rows": 4}, {"stages": 2, "rows": 3, "drafter": folder}
+    for settings in (*of_stages, {"k": 2, "exit_layer": 2, "speculation": "always"}):
+        with PPDRuntime(folder, transport="local", dtype=dtype, **settings) as runtime:
             for prompt in (TEXT[:19], [3, 4, 3, 4, 3]):
                 got = runtime.generate(prompt, **SAMPLED | {"max_new_tokens": 16})
                 assert _of(got) == _of(ordinary.generate(prompt, **SAMPLED | {"max_new_tokens": 16}))
 
 
 def test_what_does_not_go_is_refused_in_a_line(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        ValueError, match=r"^weights='int8': .* \(mamba2\) reads its head's weights .* leave weights out$"
+    ):
+        describe(str(folder_of("mamba2")), "int8")
     folder = str(folder_of("qwen3_next"))
     for method in ("swift", "kangaroo"):
         with pytest.raises(ValueError, match=rf"^{method} cannot run model .*keep a recurrent state.*another method$"):
@@ -233,15 +263,21 @@ def test_what_does_not_go_is_refused_in_a_line(folder_of: Callable[[str], Path])
 @pytest.mark.parametrize("family", [*FAMILIES, "llama"])
 def test_states_are_as_large_as_the_librarys(family: str) -> None:
     model = Specimen(family).build()
-    layers = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values.layers
+    output = model(torch.tensor([[5, 6, 7]]), use_cache=True)
+    layers = output["cache_params" if "cache_params" in output else "past_key_values"].layers
     kinds = [getattr(layer, name, {}) for layer in layers for name in ("conv_states", "recurrent_states")]
     found = sum(part.nbytes for kind in kinds for part in kind.values() if part is not None)
     assert layer_state_bytes(model.config, torch.float32) == found / len(layers)
 
 
-def test_few_bits(folder_of: Callable[[str], Path]) -> None:
-    """A layer's products have int8 weights; convolutions and states stay as they are."""
-    folder = str(folder_of("lfm2"))
+@pytest.mark.parametrize(
+    "specimen", [Specimen("lfm2"), Specimen("jamba", settings={"num_experts": 1, "num_local_experts": 1})], ids=str
+)
+def test_few_bits(specimen: Specimen, tmp_path: Path) -> None:
+    """A layer's products have int8 weights; convolutions and states stay as they are, and weights that code reads."""
+    folder = str(tmp_path)
+    specimen.build().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
     assert describe(folder, "int8").weights == "int8"
     ordinary = OrdinaryDecoding(folder, weights="int8")
     with PPDRuntime(folder, stages=2, transport="local", weights="int8") as runtime:

@@ -10,14 +10,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PretrainedCo
 
 from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
 from ppd_runtime.models.stage.chunks import longest_in_chunks
+from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in, decoder_name, has_final_norm
 from ppd_runtime.models.stage.library_probe import (
     Kept,
     attention_masks,
     check_cut_layers,
     embedding_scale,
-    has_final_norm,
     kept_by_layers,
     recomputed_at,
 )
@@ -79,13 +78,13 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))
     except Exception as error:  # every architecture checks its settings in its own way
         raise ValueError(f"{refuse}transformers cannot build it from its config.json: {_text(error)}") from error
-    base = getattr(skeleton, "model", None)
+    base = decoder_in(skeleton) if decoder_name(skeleton) else None
     layers = getattr(base, "layers", None)
     if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
         raise ValueError(f"{refuse}{needed}")
     if not has_final_norm(base) or not hasattr(skeleton, "lm_head"):
         raise ValueError(f"{refuse}{needed}")
-    if _constants(layers[0]) != _constants(deeper.model.layers[0]):
+    if _constants(layers[0]) != _constants(decoder_in(deeper).layers[0]):
         raise ValueError(f"{refuse}what a layer computes depends on how many there are, so they cannot be cut")
     try:
         scale = embedding_scale(deeper)
@@ -132,7 +131,7 @@ def depth_of_all_kinds(config: PretrainedConfig, kept: Sequence[Kept]) -> int:
 
 def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | None) -> None:
     """Refuse layers that a token's pass cannot run one by one, from hidden states and a cache alone."""
-    layers = skeleton.model.layers
+    layers = decoder_in(skeleton).layers
     position = 1 + max(layer.window or 1 for layer in kept)
     cache = DynamicCache(config=with_own_caches(skeleton.config))
     for layer in (layer for layer, of_layer in zip(cache.layers, kept, strict=False) if of_layer.entries):
@@ -153,7 +152,7 @@ def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | 
         view = new_cache(kept, 1).view([number])
         piece = decoder_of(skeleton, {number: layer}, scale)
         with contextlib.suppress(RuntimeError, NotImplementedError):  # experts cannot be chosen without numbers
-            piece(inputs_embeds=states, **{CACHE_ARGUMENT: view}, use_cache=True)
+            piece(inputs_embeds=states, **{cache_argument(piece): view}, use_cache=True)
     FinalHead(skeleton).module(inputs_embeds=states, use_cache=False)
 
 

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
+from ppd_runtime.models.stage.decoder_parts import DECODERS, decoder_in
 from ppd_runtime.models.stage.wide import is_wide
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
@@ -73,7 +74,8 @@ def _named_weights(folder: Path) -> str | None:
 def layer_number(tensor_name: str) -> int:
     """The layer a tensor belongs to, -1 for the embedding, norm and head."""
     parts = tensor_name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdecimal() else -1
+    in_layers = len(parts) > 2 and parts[0] in DECODERS and parts[1] == "layers" and parts[2].isdecimal()
+    return int(parts[2]) if in_layers else -1
 
 
 def model_config(folder: Path) -> PretrainedConfig:
@@ -96,15 +98,16 @@ def heavy_length(folder: Path, dtype: torch.dtype) -> float:
     config, files = model_config(folder), [path for path in weight_files(folder) if path.is_file()]
     kv_heads, head_dim = entry_size(config)
     entries = 2 * config.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
-    return sum(path.stat().st_size for path in files) / entries or math.inf
+    return (entries and sum(path.stat().st_size for path in files) / entries) or math.inf
 
 
 def entry_size(config: PretrainedConfig) -> tuple[int, int]:
-    """Heads of a layer's keys and numbers of a head; of the largest layer, if layers differ."""
+    """Heads of a layer's keys and numbers of a head; of the largest layer, if layers differ; 0 without attention."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
     def of(layer: PretrainedConfig) -> tuple[int, int]:
-        heads = layer.num_attention_heads
+        if not (heads := getattr(layer, "num_attention_heads", 0)):
+            return 0, 0
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         return getattr(layer, "num_key_value_heads", None) or heads, head_dim
 
@@ -144,7 +147,7 @@ def drop_layers(model: PreTrainedModel, last: int) -> PreTrainedModel:
     """The model without the layers behind `last`, if it has such."""
     layers = getattr(getattr(model, "model", None), "layers", ())
     if len(layers) > last and is_wide(model.config):
-        model.model.layers = layers[:last]
+        decoder_in(model).layers = layers[:last]
     return model
 
 

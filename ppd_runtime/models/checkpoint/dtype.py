@@ -16,6 +16,7 @@ from ppd_runtime.files.findings import kept_finding
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native import library as native
+from ppd_runtime.models.stage.decoder_parts import decoder_in
 
 logger = logging.getLogger(__name__)
 CLEARLY_FASTER = 1.2
@@ -142,7 +143,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
     config = model_config(info.folder)
     chosen = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     if device == "cpu":
-        layer = skeleton_of(config, 1).model.layers[0]
+        layer = decoder_in(skeleton_of(config, 1)).layers[0]
         own_products = compiled and native.is_available(torch.device(device), torch.float32)
         matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # no product for stacked experts
         if own_products and matrices and config.dtype == torch.bfloat16:

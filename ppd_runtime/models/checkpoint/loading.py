@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,8 @@ from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.checkpoint.wrappers import text_tensor
 from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
-from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm
+from ppd_runtime.models.stage.decoder_parts import decoder_in, embedding_in, embedding_name, final_norm
+from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.slicing import decoder_of
 from ppd_runtime.models.stage.wide import INPUT_MODULES
 
@@ -54,14 +55,40 @@ def load_layers(
     """
     whole = model_config(info.folder)
     config = first_layers_config(whole, last)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packed = packed_tensors(info, last) if info.weights else {}
     tensors = _read_tensors(info, last, dtype if device == "cpu" and not packed else None, first, packed)
     absent = [*range(first), *range(last, config.num_hidden_layers)]
     if absent or packed:
         tensors |= _placeholders(config, absent, dtype, packed)
+    model = _of_tensors(info, config, tensors, dtype)
+    _keep_rotary_tables(model, whole)
+    if packed:
+        take_packed(model, packed)
+        choose_few_bits_attention(model)
+    if head_tokens:
+        model.lm_head = some_rows(model.lm_head, head_tokens)
+    model = _moved(drop_layers(model, last), device, first).eval()
+    _check_cuts(info, model)
+    return model
+
+
+def load_layer(info: ModelInfo, number: int, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A decoder without weights but for its last layer, the model's `number`-th, counted from 0; on the CPU.
+
+    A layer behind the model's last one is as that one is. `tensors` are its weights, by the names of the model's files.
+    """
+    config = first_layers_config(model_config(info.folder), number + 1)
+    others = _placeholders(config, range(-1, number), dtype, ())
+    decoder: nn.Module = decoder_in(_of_tensors(info, config, others | dict(tensors), dtype))
+    return decoder
+
+
+def _of_tensors(
+    info: ModelInfo, config: PretrainedConfig, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The library's model of these tensors; ValueError where one is missing or has another shape."""
     with no_progress_bar(), errors_only():
-        model, report = model_class.from_pretrained(
+        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None,
             config=config,
             state_dict=tensors,
@@ -76,14 +103,6 @@ def load_layers(
         if names:
             found = f"{names[0]} ({len(names)} tensors in all)"
             raise ValueError(f"model {info.name!r}: its files {complaint} {found}; {AGAIN}")
-    _keep_rotary_tables(model, whole)
-    if packed:
-        take_packed(model, packed)
-        choose_few_bits_attention(model)
-    if head_tokens:
-        model.lm_head = some_rows(model.lm_head, head_tokens)
-    model = _moved(drop_layers(model, last), device, first).eval()
-    _check_cuts(info, model)
     return model
 
 
@@ -104,13 +123,14 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: torch.dtype, hea
     """Bytes of the weights that `load_layers` puts on a device; `head_tokens` is the head's rows, 0 for all."""
     skeleton = skeleton_of(model_config(info.folder), last, dtype)
     shares = skeleton.config.tie_word_embeddings and not head_tokens
-    names = _only_for_the_first_layer(skeleton.model, shares) if first else []
-    absent = {f"model.{name}.weight" for name in names}
+    decoder = decoder_in(skeleton)
+    names = _only_for_the_first_layer(decoder, shares) if first else []
+    absent = {id(decoder.get_submodule(name).weight) for name in names}
     head = skeleton.lm_head.weight
     return head_tokens * head.shape[1] * head.element_size() + sum(
         weight.nbytes
         for name, weight in skeleton.named_parameters()
-        if name not in absent and not 0 <= layer_number(name) < first and not (head_tokens and name == _HEAD)
+        if id(weight) not in absent and not 0 <= layer_number(name) < first and not (head_tokens and name == _HEAD)
     )
 
 
@@ -120,8 +140,9 @@ def _keep_rotary_tables(model: PreTrainedModel, whole: PretrainedConfig) -> None
     Code that is compiled for a layer takes them all, whatever layers its stage has.
     """
     kinds = [set(getattr(config, "layer_types", None) or ()) for config in (model.config, whole)]
-    if kinds[0] != kinds[1] and getattr(model.model, "rotary_emb", None) is not None:
-        model.model.rotary_emb = type(model.model.rotary_emb)(whole)
+    decoder = decoder_in(model)
+    if kinds[0] != kinds[1] and getattr(decoder, "rotary_emb", None) is not None:
+        decoder.rotary_emb = type(decoder.rotary_emb)(whole)
 
 
 @torch.no_grad()
@@ -150,15 +171,16 @@ def _placeholders(
 
 def _moved(model: PreTrainedModel, device: str, first: int) -> PreTrainedModel:
     """The model on a device, its first layers and what only the first one reads without memory."""
-    names = _only_for_the_first_layer(model.model, _shares_embedding(model)) if first else []
-    absent = {name: model.model.get_submodule(name) for name in [*(f"layers.{i}" for i in range(first)), *names]}
+    decoder = decoder_in(model)
+    names = _only_for_the_first_layer(decoder, _shares_embedding(model)) if first else []
+    absent = {name: decoder.get_submodule(name) for name in [*(f"layers.{i}" for i in range(first)), *names]}
     for name in absent:
-        _put(model.model, name, nn.Identity())
+        _put(decoder, name, nn.Identity())
     model = model.to(device)
     for name, module in absent.items():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        _put(model.model, name, module)
+        _put(decoder, name, module)
     return model
 
 
@@ -169,13 +191,13 @@ def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
 
 def _only_for_the_first_layer(decoder: nn.Module, head_shares_embedding: bool) -> list[str]:
     """The decoder's parts that no stage without its first layer needs."""
-    shared = ["embed_tokens"] if head_shares_embedding else []
-    return [name for name in ("embed_tokens", *INPUT_MODULES) if hasattr(decoder, name) and name not in shared]
+    embedding = [] if head_shares_embedding else [embedding_name(decoder)]
+    return [*embedding, *(name for name in INPUT_MODULES if hasattr(decoder, name))]
 
 
 def _shares_embedding(model: PreTrainedModel) -> bool:
     """Whether the head's weights are the embedding's."""
-    return model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    return bool(model.lm_head.weight.data_ptr() == embedding_in(model).weight.data_ptr())
 
 
 def new_model(info: ModelInfo, seed: int, device: str) -> PreTrainedModel:
@@ -220,8 +242,9 @@ def _check_cuts(info: ModelInfo, model: PreTrainedModel) -> None:
     """Refuse a decoder whose pass does more than embed, run layers and norm: a cut would lose or repeat that."""
     probe = torch.linspace(-1, 1, model.config.hidden_size, device=model.device, dtype=model.dtype).view(1, 1, -1)
     bare = decoder_of(model, {}, embedding_scale(model))
-    norm = getattr(model.model, final_norm(model.model))
-    setattr(bare, final_norm(model.model), norm)
+    name = final_norm(bare)
+    norm = getattr(decoder_in(model), name)
+    setattr(bare, name, norm)
     with torch.inference_mode():
         normed = bare(inputs_embeds=probe, use_cache=False).last_hidden_state
         if not torch.equal(normed, norm(probe)):

@@ -28,7 +28,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.gguf.kept import is_kept
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.names import names_in_model
-from ppd_runtime.models.checkpoint.quantisable import EMBEDDING, HEAD, quantised_linears
+from ppd_runtime.models.checkpoint.quantisable import EMBEDDING, HEAD, embedding_weight, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import DTYPES, bytes_of, header_of, map_tensors, version_of
 from ppd_runtime.models.checkpoint.weights_card import card_of
 from ppd_runtime.models.native.packing import LAYOUT, pack, packed_bytes
@@ -139,7 +139,7 @@ class PackedModel(contextlib.ExitStack):
             matrices, tied = quantised_linears(skeleton), skeleton.config.tie_word_embeddings
             self._sources = dict[str, _Source]()
             for name, tensor in skeleton.state_dict().items():  # in the order in which a pass reads them
-                at = EMBEDDING if name == HEAD and tied and name not in places else name
+                at = embedding_weight(skeleton) if name == HEAD and tied and name not in places else name
                 if name in matrices:
                     self._sources[name] = self._matrix(places, name, at, tensor.shape)
                 elif name in places and not matrices_alone:

@@ -58,10 +58,11 @@ from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
 from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
 from ppd_runtime.models.pass_kinds import PassKind
-from ppd_runtime.models.stage import arithmetic, caches, library_probe, slicing
-from ppd_runtime.models.stage.caches import ATTENDED_ROWS, CACHE_ARGUMENT, PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage import arithmetic, caches, decoder_parts, library_probe, slicing
+from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, shallow_copy
 from ppd_runtime.models.stage.grouped_attention import SHARED_HEADS
-from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale, shallow_copy
+from ppd_runtime.models.stage.library_probe import cache_windows, embedding_scale
 from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_rows, without
 
 logger = logging.getLogger(__name__)
@@ -387,7 +388,8 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    modules = [arithmetic, library_probe, caches, slicing, programs, joined_products, native, attention, products]
+    of_stage = [arithmetic, library_probe, caches, decoder_parts, slicing]
+    modules = [*of_stage, programs, joined_products, native, attention, products]
     sources = [__file__, inspect.getfile(model_class), *map(inspect.getfile, modules)]
     return {
         "dtype": str(dtype),

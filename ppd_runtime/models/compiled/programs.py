@@ -13,7 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppd_runtime.models.native.attention import few_tokens_attention
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, SomeLayersCache
+from ppd_runtime.models.stage.caches import SomeLayersCache
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT
 
 
 class _Texts(NamedTuple):

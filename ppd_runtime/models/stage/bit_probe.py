@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.chunks import PROMPT_CHUNKS
+from ppd_runtime.models.stage.decoder_parts import decoder_in, set_decoder, shallow_copy
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.slicing import some_layers
 
 _PROMPTS = (3, 40, sum(PROMPT_CHUNKS[:2]) + PROMPT_CHUNKS[-1])
@@ -63,11 +63,12 @@ def _states(stage: LayerRange, tokens: int) -> Tensor:
 def _sample_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the first layer alone, whose weights come from a generator; head and embedding are shared."""
     twin = shallow_copy(model)
-    decoder = some_layers(model.model, [0])
-    layer = model.model.layers[0]
+    decoder = some_layers(decoder_in(model), [0])
+    layer = decoder_in(model).layers[0]
     known = {id(model.config): decoder.config, **_sample_weights(layer, model.config.hidden_size)}
     decoder.layers = nn.ModuleList([copy.deepcopy(layer, known)])
-    twin.model, twin.config = decoder, decoder.config
+    set_decoder(twin, decoder)
+    twin.config = decoder.config
     return twin
 
 

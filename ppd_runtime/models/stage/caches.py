@@ -1,6 +1,5 @@
 """Key/value caches of a layer range: preallocated, written in place, cut and shipped by position."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,12 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import create_causal_mask
 
 from ppd_runtime.models.stage.row_order import RowOrder
-
-CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
-"""By which name models of the installed transformers take their cache; 5.24 renamed it."""
 
 ATTENDED_ROWS = 64
 """Compiled passes attend to a multiple of so many rows of a cache; a mask hides those without a token."""

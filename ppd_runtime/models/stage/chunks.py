@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.stage.decoder_parts import decoder_in
 from ppd_runtime.models.stage.library_probe import attention_masks, kept_by_layers, without_weights
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.state_probe import chunks_start_from_states
@@ -80,7 +81,7 @@ def library_masks_fit(model: PreTrainedModel, tokens: int) -> bool:
 
     No, if its code overlooks a window that its cache keeps to, as for a Llama with a `sliding_window`.
     """
-    chain, kept = chain_of(tokens, torch.device("cpu")), kept_by_layers(model.config)[: len(model.model.layers)]
+    chain, kept = chain_of(tokens, torch.device("cpu")), kept_by_layers(model.config)[: len(decoder_in(model).layers)]
     for position in {1 + max(layer.window or 1, 1) for layer in kept}:
         cache = new_cache(kept, 0)
         for layer in cache.layers:

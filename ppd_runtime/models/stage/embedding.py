@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm, shallow_copy
+from ppd_runtime.models.stage.decoder_parts import decoder_in, embedding_in, final_norm, shallow_copy
+from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.slicing import layer_range
 from ppd_runtime.models.stage.wide import WideParts, argument_names, wide_parts
 
@@ -29,16 +30,21 @@ class Embedding:
         self._model, self._device = model, model.device
         self._entrance, self.scale = layer_range(model, 0, 0), embedding_scale(model)
 
+    @property
+    def _rows(self) -> Any:
+        """The module that looks up."""
+        return embedding_in(self._model)
+
     @cached_property
     def _one(self) -> Callable[[int], Tensor] | None:
         """Gives a token's row, `[1, 1, hidden_size]`, if that is all that the first layer needs."""
-        look_up = _look_up(self._model.model.embed_tokens)
+        look_up = _look_up(self._rows)
         return lru_cache(_MOST_VIEWS)(look_up) if look_up and not self.scale and self._only_looks_up else None
 
     @property
     def table(self) -> Tensor | None:
         """`[vocab_size, hidden_size]`, or packed, if a token's row is all that the first layer needs."""
-        return self._model.model.embed_tokens.weight.detach() if self._one else None
+        return self._rows.weight.detach() if self._one else None
 
     def __call__(self, token_ids: list[int]) -> Tensor:
         """`[1, tokens, hidden_size]`."""
@@ -50,8 +56,8 @@ class Embedding:
             return self._looked_up(ids) if self._only_looks_up else self._entered(ids)
 
     def _looked_up(self, ids: Tensor) -> Tensor:
-        decoder = self._model.model
-        return decoder.embed_tokens(ids) * getattr(decoder, self.scale) if self.scale else decoder.embed_tokens(ids)
+        found: Tensor = self._rows(ids)
+        return found * getattr(decoder_in(self._model), self.scale) if self.scale else found
 
     def _entered(self, ids: Tensor) -> Tensor:
         """The first layer's input for token ids, `[1, tokens]`, by the decoder's own code."""
@@ -71,10 +77,11 @@ class _WideStates(Embedding):
     def __init__(self, model: PreTrainedModel, parts: WideParts) -> None:
         super().__init__(model)
         self._parts, self._told = parts, list[dict[str, Any]]()
-        self._decoder = shallow_copy(model.model)
-        names = argument_names(model.model.layers[0])
+        decoder = decoder_in(model)
+        self._decoder = shallow_copy(decoder)
+        names = argument_names(decoder.layers[0])
         self._decoder.layers = nn.ModuleList(_Told(names, self._told) for _ in range(parts.num_layers))
-        setattr(self._decoder, final_norm(model.model), nn.Identity())
+        setattr(self._decoder, final_norm(decoder), nn.Identity())
 
     @property
     def table(self) -> None:

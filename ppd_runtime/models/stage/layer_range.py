@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.arena import RowArena
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, StageCache
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import SEVERAL_ROWS, library_masks_fit, num_tokens, part_of, prompt_chunks
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
+from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in, states_dtype
 from ppd_runtime.models.stage.embedding import first_states
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.held_sequence import HeldSequence
@@ -58,11 +59,13 @@ class LayerRange(HeldSequence):
         self._longest_in_chunks = longest_in_chunks
         self.device = model.device
         """The weights' device; the library would search all of a model's modules at each call."""
+        self.states_dtype = states_dtype(model)
+        """The dtype of states between layers."""
         self._on_cuda = self.device.type == "cuda"
-        self.num_layers = len(model.model.layers)
+        self.num_layers = len(decoder_in(model).layers)
         self.state_size = state_size(model.config)
         """Numbers of the state that goes from layer to layer: `hidden_size`, or those of a wide state."""
-        self._of_prompts = {NEWEST_ALONE: True} if drops_tokens(model.model) else {}
+        self._of_prompts = {NEWEST_ALONE: True} if drops_tokens(decoder_in(model)) else {}
         self.layers_at_once = -(-self.num_layers // 2) if compiled else self.num_layers
         """Layers best run in one call: each call of the library has a cost, a compiled one a smaller cost."""
         self.layer_passes = 0
@@ -75,7 +78,8 @@ class LayerRange(HeldSequence):
         """Whether further rows of a pass take less than a pass each, however they are run."""
         self.recorder = Recorder()
         self._ranges: dict[tuple[int, int], LayerSubset] = {}
-        rotary = getattr(model.model, "rotary_emb", None)
+        self._cache_argument = cache_argument(decoder_in(model))
+        rotary = getattr(decoder_in(model), "rotary_emb", None)
         self._rotary = None if rotary is None else RotaryTable(rotary, most_positions(model.config))
         self._positions = torch.arange(0, device=model.device)[None]
         self._compiled_head = compiled.head if compiled else None
@@ -328,7 +332,7 @@ class LayerRange(HeldSequence):
         in_prompt: bool = False,
     ) -> Tensor:
         if (first, last) not in self._ranges:
-            layers = dict(enumerate(self.model.model.layers))
+            layers = dict(enumerate(decoder_in(self.model).layers))
             numbers = tuple(range(first, last))
             self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
         return self._call(self._ranges[first, last], inputs, position, places, tree, in_prompt)
@@ -360,7 +364,7 @@ class LayerRange(HeldSequence):
 
     def _output(self, subset: "LayerSubset", feed: Mapping[str, Any]) -> Tensor:
         view = self.cache.view(subset.attending)
-        return subset.decoder(**feed, **{CACHE_ARGUMENT: view}, use_cache=True).last_hidden_state
+        return subset.decoder(**feed, **{self._cache_argument: view}, use_cache=True).last_hidden_state
 
     def subset(
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()

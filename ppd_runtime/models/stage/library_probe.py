@@ -1,7 +1,6 @@
 """What the library's code does for a model, found by asking it: a configuration may hold fields that no code reads."""
 
 import contextlib
-import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, cache_argument, decoder_in, final_norm, shallow_copy
 from ppd_runtime.models.stage.wide import argument_names, pass_states_on, with_own_caches
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
@@ -38,9 +37,10 @@ _OTHER_CACHES = {
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "keep several tokens as one compressed entry, which cannot be cut back to a token",
     ),
-    **dict.fromkeys(("mlp", "moe"), "have no attention and keep nothing, for which there is no cache here"),
 }
 """What layers of the library's other kinds do."""
+_WITHOUT_CACHE = {"mlp", "moe"}
+"""Kinds of layers, by the library's names, that keep nothing."""
 
 
 class Kept(NamedTuple):
@@ -55,6 +55,11 @@ class Kept(NamedTuple):
     chunked: bool = False
     """Whether a token attends only within its own chunk of the text, of `window` tokens; chunks start at position 0."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it keeps keys and values, and nothing else."""
+        return self.entries and not self.states
+
 
 def cache_windows(config: PretrainedConfig) -> list[int | None]:
     """For each layer, how many tokens a one-token pass attends to, its own among them; None: all of them.
@@ -63,7 +68,7 @@ def cache_windows(config: PretrainedConfig) -> list[int | None]:
         ValueError: where a layer's cache holds something else than keys and values by position.
     """
     kept, kinds = kept_by_layers(config), getattr(config, "layer_types", None)
-    if odd := {kinds[number] if kinds else "state" for number, layer in enumerate(kept) if layer.states}:
+    if odd := {kinds[number] if kinds else "state" for number, layer in enumerate(kept) if not layer.is_plain}:
         raise _no_plain_cache(odd)
     return [layer.window for layer in kept]
 
@@ -74,8 +79,8 @@ def has_chunks(config: PretrainedConfig) -> bool:
 
 
 def has_states(config: PretrainedConfig) -> bool:
-    """Whether a layer keeps a recurrent state."""
-    return any(layer.states for layer in kept_by_layers(config))
+    """Whether a layer keeps a recurrent state, or nothing, as such models' layers without attention do."""
+    return not all(layer.is_plain for layer in kept_by_layers(config))
 
 
 def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
@@ -91,13 +96,16 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
         plain = {kind for kind, layer in known.items() if layer in _PLAIN or layer in _WITH_STATES}
         raise _no_plain_cache({*config.layer_types} - plain) from error
     kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    unknown = (kind for kind, layer in zip(kinds, layers, strict=False) if type(layer) not in {*_PLAIN, *_WITH_STATES})
-    if odd := set(map(str, unknown)):
+    known_layers = {*_PLAIN, *_WITH_STATES}
+    with_cache = [(kind, layer) for kind, layer in zip(kinds, layers, strict=False) if kind not in _WITHOUT_CACHE]
+    if odd := {str(kind) for kind, layer in with_cache if type(layer) not in known_layers}:
         raise _no_plain_cache(odd)
     found = {size: _entries_handed_out(size) for size in {getattr(layer, "sliding_window", None) for layer in layers}}
     windows = [found[getattr(layer, "sliding_window", None)] for layer in layers]
     return [
-        Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES, kind == _CHUNKED)
+        Kept(None, entries=False)
+        if kind in _WITHOUT_CACHE
+        else Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES, kind == _CHUNKED)
         for window, layer, kind in zip(windows, layers, kinds, strict=False)
     ]
 
@@ -219,26 +227,6 @@ def _borders(rotary: nn.Module, kind: str | None, most_positions: int) -> list[i
     return borders
 
 
-_FINAL_NORMS = ("norm", "embedding_norm", "final_layernorm")
-
-
-def has_final_norm(decoder: nn.Module) -> bool:
-    """Whether a decoder has a final norm by one of the names that are known."""
-    return any(hasattr(decoder, name) for name in _FINAL_NORMS)
-
-
-def final_norm(decoder: nn.Module) -> str:
-    """The attribute of a decoder that is its final norm."""
-    return next(name for name in _FINAL_NORMS if hasattr(decoder, name))
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """A copy of the module with its own table of children; parameters and children are shared."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
-
-
 class _Doubling(nn.Module):
     """Stands in for a norm, and shows how often it was asked."""
 
@@ -263,12 +251,12 @@ class _CacheOf(DynamicCache):
 
 def without_weights(model: PreTrainedModel) -> tuple[nn.Module, torch.device]:
     """The model's decoder, of which only the layers have weights, on a device that computes."""
-    decoder = shallow_copy(model.model)
+    decoder = shallow_copy(decoder_in(model))
     pass_states_on(decoder)
     setattr(decoder, final_norm(decoder), nn.Identity())
     if model.device.type != "meta":
         return decoder, model.device
-    for name, child in model.model.named_children():
+    for name, child in decoder_in(model).named_children():
         if next(child.buffers(), None) is not None and next(child.parameters(), None) is None:
             setattr(decoder, name, _made_anew(child))
     return decoder, torch.device("cpu")
@@ -293,7 +281,8 @@ def _told_layers(
     for given in (_alone, _in_a_tuple, _in_a_pair):  # what layers give back, which differs from model to model
         decoder.layers = nn.ModuleList(_notes(layer, i, told, given) for i, layer in enumerate(layers))
         with torch.inference_mode(), contextlib.suppress(*([] if given is _in_a_pair else _TAKEN_APART)):
-            output = decoder(inputs_embeds=states, position_ids=places, **{CACHE_ARGUMENT: cache}, use_cache=True)
+            feed = {"inputs_embeds": states, "position_ids": places, "use_cache": True}
+            output = decoder(**feed, **{cache_argument(decoder): cache})
             if output.last_hidden_state.shape == states.shape:
                 break
     decoder.layers = nn.ModuleList(layers)

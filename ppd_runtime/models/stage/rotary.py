@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.stage.library_probe import shallow_copy, table_borders
+from ppd_runtime.models.stage.decoder_parts import shallow_copy
+from ppd_runtime.models.stage.library_probe import table_borders
 
 _POSITIONS_AT_ONCE = 256
 _FEW_TOKENS = 16

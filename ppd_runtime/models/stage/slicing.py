@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ppd_runtime.models.stage.library_probe import embedding_scale, final_norm, shallow_copy
+from ppd_runtime.models.stage.decoder_parts import decoder_in, final_norm, set_decoder, shallow_copy, states_dtype
+from ppd_runtime.models.stage.library_probe import embedding_scale
 from ppd_runtime.models.stage.wide import (
     WideLayer,
     WideParts,
@@ -62,7 +63,7 @@ def check_sub_layers(skeleton: PreTrainedModel) -> None:
     """
     states = torch.zeros(1, 1, state_size(skeleton.config), device=skeleton.device, dtype=skeleton.dtype)
     scale = embedding_scale(skeleton)
-    for number, layer in enumerate(skeleton.model.layers):
+    for number, layer in enumerate(decoder_in(skeleton).layers):
         for left_out in ("attention", "mlp"):
             if not hasattr(layer, {"attention": "self_attn", "mlp": "mlp"}[left_out]):
                 raise ValueError(f"layer {number + 1} has no {left_out} of its own to leave out")
@@ -76,7 +77,7 @@ def check_sub_layers(skeleton: PreTrainedModel) -> None:
 
 def share_run(model: PreTrainedModel, left_out: LayerSet) -> float:
     """Parameters of the attentions and MLPs that stay, as a share of all of them."""
-    sizes = [(_size(layer.self_attn), _size(layer.mlp)) for layer in model.model.layers]
+    sizes = [(_size(layer.self_attn), _size(layer.mlp)) for layer in decoder_in(model).layers]
     whole = sum(attention + mlp for attention, mlp in sizes)
     missing = sum(sizes[i][0] for i in left_out.attention) + sum(sizes[i][1] for i in left_out.mlp)
     return 1 - missing / whole
@@ -104,10 +105,11 @@ class FinalHead:
 
     def __init__(self, model: PreTrainedModel, lm_head: nn.Module | None = None) -> None:
         self._model = model
+        decoder = decoder_in(model)
         self._norm: nn.Module = _end_of(model)
         self._lm_head: nn.Module = model.lm_head if lm_head is None else lm_head
         self._library = shallow_copy(model)
-        self._library.model = _NormOnly(self._norm, model.model)
+        set_decoder(self._library, _NormOnly(self._norm, decoder))
         self._library.lm_head = self._lm_head
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -145,9 +147,11 @@ class FinalHead:
     @cached_property
     @torch.no_grad()
     def _is_plain(self) -> bool:
-        """Whether the model does nothing to its logits after the head."""
-        model = self._model
-        probe = torch.linspace(-8, 8, state_size(model.config), device=model.device, dtype=model.dtype)
+        """Whether the model does nothing to states before its head and to logits after it."""
+        model, dtype = self._model, states_dtype(self._model)
+        if dtype != model.dtype:
+            return False
+        probe = torch.linspace(-8, 8, state_size(model.config), device=model.device, dtype=dtype)
         hidden = probe.view(1, 1, -1)
         return torch.equal(self._plain_logits(hidden), self._library_logits(hidden))
 
@@ -175,7 +179,7 @@ def layer_range(model: PreTrainedModel, first: int, last: int) -> nn.Module:
     With `first` 0 it takes tokens or their embeddings, else hidden states.
     """
     scale = embedding_scale(model) if first else None
-    return decoder_of(model, {i: model.model.layers[i] for i in range(first, last)}, scale)
+    return decoder_of(model, {i: decoder_in(model).layers[i] for i in range(first, last)}, scale)
 
 
 def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: str | None = None) -> nn.Module:
@@ -184,12 +188,12 @@ def decoder_of(model: PreTrainedModel, layers: Mapping[int, nn.Module], scale: s
     It runs over wide states where the model has such.
     `scale` is the model's `embedding_scale`, which it leaves out where it is given hidden states.
     """
-    decoder = some_layers(model.model, list(layers))
+    decoder = some_layers(decoder_in(model), list(layers))
     pass_states_on(decoder)
     if parts := wide_parts(model.config):
         layers = {number: WideLayer(layer, number, parts) for number, layer in layers.items()}
     decoder.layers = nn.ModuleList(layers.values())
-    setattr(decoder, final_norm(model.model), nn.Identity())
+    setattr(decoder, final_norm(decoder), nn.Identity())
     if scale:
         setattr(decoder, scale, 1.0)
     return decoder
@@ -211,13 +215,15 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """What heads ask of a decoder's output."""
 
     shared_kv_states: Any = None
+    cache_params: Any = None
 
 
 def _end_of(model: PreTrainedModel) -> nn.Module:
     """What a decoder does after its layers."""
-    norm: nn.Module = getattr(model.model, final_norm(model.model))
+    decoder = decoder_in(model)
+    norm: nn.Module = getattr(decoder, final_norm(decoder))
     parts = wide_parts(model.config)
-    return _WideEnd(model.model, norm, parts) if parts else norm
+    return _WideEnd(decoder, norm, parts) if parts else norm
 
 
 class _WideEnd(nn.Module):
@@ -257,7 +263,7 @@ class _NormOnly(nn.Module):
         vars(self).update((name, value) for name, value in vars(decoder).items() if type(value) is float)
         self.norm = norm  # the decoder's numbers are there because a head may read one
 
-    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
         return _DecoderOutput(last_hidden_state=self.norm(inputs_embeds))
 
 

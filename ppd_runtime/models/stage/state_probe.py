@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
+from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in
 from ppd_runtime.models.stage.library_probe import embedding_scale, kept_by_layers
 from ppd_runtime.models.stage.slicing import decoder_of
 from ppd_runtime.models.stage.states import State, StateCache, is_recurrent
@@ -24,10 +24,10 @@ def left_by_layer(skeleton: PreTrainedModel, number: int, before: State | None =
     layer = cache.layers[number]
     layer.length, layer.states = start, {start - 1: before} if before else {}
     inputs = torch.zeros(1, _TOKENS, skeleton.config.hidden_size, device=skeleton.device, dtype=skeleton.dtype)
-    piece = decoder_of(skeleton, {number: skeleton.model.layers[number]}, embedding_scale(skeleton))
+    piece = decoder_of(skeleton, {number: decoder_in(skeleton).layers[number]}, embedding_scale(skeleton))
     cache.begin_pass([number])
     with contextlib.suppress(RuntimeError, NotImplementedError):  # experts, which come later, need numbers
-        piece(inputs_embeds=inputs, **{CACHE_ARGUMENT: cache.view([number])}, use_cache=True)
+        piece(inputs_embeds=inputs, **{cache_argument(piece): cache.view([number])}, use_cache=True)
     cache.end_pass([number], _TOKENS)
     return layer.states.get(start + _TOKENS - 1, {})
 

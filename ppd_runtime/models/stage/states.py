@@ -26,7 +26,7 @@ def is_recurrent(key: tuple[str, int]) -> bool:
 
 
 class StateLayer(PreallocatedLayer):
-    """One layer's states by position, and its keys and values if it has any.
+    """One layer's states by position, and its keys and values; either may be absent, or both.
 
     Args:
         kept: what the layer keeps.
@@ -257,7 +257,7 @@ class StateCache(StageCache):
             sizes = [
                 sum(part.nbytes for part in layer.tensors(at)) for layer, at in zip(self.layers, newest, strict=False)
             ]
-            self._shapes[last] = (1, -(-max(sizes) // (2 * self._dtype.itemsize)))
+            self._shapes[last] = (1, max(1, -(-max(sizes) // (2 * self._dtype.itemsize))))
         return self._shapes[last]
 
     def held_from(self, first: int, last: int) -> int:
@@ -277,8 +277,13 @@ class StateCache(StageCache):
             raise RuntimeError(f"entries {first} to {end} of {last} layers are asked for, and not all are held")
         _, numbers = self.entry_shape(last)
         size = 2 * numbers * self._dtype.itemsize
-        packed = [_packed(layer.tensors(at), size) for at in range(first, end) for layer in self.layers[:last]]
-        return torch.stack(packed).view(self._dtype).view(end - first, last, 2, 1, numbers)
+        tensors = [layer.tensors(at) for at in range(first, end) for layer in self.layers[:last]]
+        device = next((part.device for parts in tensors for part in parts), None)
+        return (
+            torch.stack([_packed(parts, size, device) for parts in tensors])
+            .view(self._dtype)
+            .view(end - first, last, 2, 1, numbers)
+        )
 
     def import_entries(self, entries: Sequence[Tensor]) -> None:
         """Append what consecutive tokens left, each as `export_entries` gives it, to the layers it came from."""
@@ -307,8 +312,8 @@ class StateCache(StageCache):
 def new_cache(
     kept: Sequence[Kept], capacity: int, first: int = 0, dtype: torch.dtype = torch.float32, moves: bool = True
 ) -> StageCache:
-    """A cache for layers that keep this: with states if a layer has one."""
-    if any(layer.states for layer in kept):
+    """A cache for layers that keep this: a `StateCache` if one keeps something else than keys and values."""
+    if not all(layer.is_plain for layer in kept):
         return StateCache(kept, capacity, first, dtype)
     cache = StageCache([layer.window for layer in kept], capacity, first, moves=moves)
     for layer, of_layer in zip(cache.layers, kept, strict=True):
@@ -316,9 +321,10 @@ def new_cache(
     return cache
 
 
-def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """The tensors' bytes one after the other, and zeros up to `size`: `[size]`."""
-    bytes_of_all = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in tensors])
+def _packed(tensors: Sequence[Tensor], size: int, device: torch.device | None) -> Tensor:
+    """The tensors' bytes one after the other, and zeros up to `size`: `[size]`, on the device."""
+    each = [part.contiguous().view(-1).view(torch.uint8) for part in tensors]
+    bytes_of_all = torch.cat(each) if each else torch.empty(0, dtype=torch.uint8, device=device)
     return torch.nn.functional.pad(bytes_of_all, (0, size - len(bytes_of_all)))
 
 

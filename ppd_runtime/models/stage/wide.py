@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT
 
 _DROPS_TOKENS = "first_kv_shared_layer_idx"
 """A decoder's number of a layer from which on it may drop all tokens but the last."""

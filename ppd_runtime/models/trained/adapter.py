@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.stage.library_probe import final_norm, shallow_copy
+from ppd_runtime.models.stage.decoder_parts import embedding_name, final_norm, shallow_copy
 from ppd_runtime.models.stage.slicing import layer_range, without
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
@@ -44,7 +44,7 @@ def new_adapter(model: PreTrainedModel, exit_layer: int) -> PreTrainedModel:
     decoder.layers = nn.ModuleList([layer])
     norm = final_norm(model.model)
     setattr(decoder, norm, copy.deepcopy(getattr(model.model, norm)).float().requires_grad_(True))
-    decoder.embed_tokens = nn.Identity()
+    setattr(decoder, embedding_name(decoder), nn.Identity())
     adapter = shallow_copy(model)
     adapter.model, adapter.config = decoder, decoder.config
     _drop_idle_norms(adapter)

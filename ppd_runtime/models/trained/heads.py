@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.loading import some_rows
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.stage.library_probe import final_norm, shallow_copy
+from ppd_runtime.models.stage.decoder_parts import decoder_in, embedding_name, final_norm, set_decoder, shallow_copy
 from ppd_runtime.models.stage.slicing import FinalHead
 from ppd_runtime.models.trained.parts import PartInfo, describe_part, save_part
 
@@ -59,7 +59,7 @@ class AffineHead(nn.Module):
 
     def states(self, hidden: Tensor) -> Tensor:
         """Input of `final` for hidden states `[batch, tokens, hidden_size]`."""
-        return hidden + self.step(hidden)
+        return hidden + self.step(hidden.to(self.step.weight.dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`."""
@@ -88,7 +88,7 @@ class GatedHead(nn.Module):
 
     def states(self, hidden: Tensor) -> Tensor:
         """Input of `final` for hidden states `[batch, tokens, hidden_size]`."""
-        unit = normed(hidden)
+        unit = normed(hidden.to(self.step.weight.dtype))
         mapped = unit + self.step(unit)
         gate, up = self.gate_up(normed(mapped)).chunk(2, dim=-1)
         return mapped + self.down(F.silu(gate) * up)
@@ -105,11 +105,12 @@ def normed(states: Tensor) -> Tensor:
 
 def model_end(model: PreTrainedModel, tokens: Sequence[int]) -> PreTrainedModel:
     """The model's final norm and its head for `tokens`, in float32, as a model without embedding and layers."""
-    end, decoder = shallow_copy(model), shallow_copy(model.model)
-    decoder.layers, decoder.embed_tokens = nn.ModuleList(), nn.Identity()
-    name = final_norm(decoder)
+    end, decoder = shallow_copy(model), shallow_copy(decoder_in(model))
+    decoder.layers, name = nn.ModuleList(), final_norm(decoder)
+    setattr(decoder, embedding_name(decoder), nn.Identity())
     setattr(decoder, name, copy.deepcopy(getattr(decoder, name)).float().requires_grad_(False))
-    end.model, end.lm_head = decoder, with_floats(some_rows(model.lm_head, tokens)).float().requires_grad_(False)
+    end.lm_head = with_floats(some_rows(model.lm_head, tokens)).float().requires_grad_(False)
+    set_decoder(end, decoder)
     return end
 
 

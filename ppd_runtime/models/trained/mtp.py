@@ -1,36 +1,56 @@
 """Multi-token prediction: the layer behind a model's last one, trained with it, that foresees the token after the next.
 
-Checkpoints have it as the layer after `num_hidden_layers`, with norms and a map of its own. For a token it reads the
-token's embedding and the state of the token before: the model's last, normed, where the token is certain, its own where
-it is a guess. A checkpoint with several such layers is asked for the first one alone.
+Checkpoints have it as the layer after `num_hidden_layers`, or apart from the others as `mtp`, with norms and a map of
+its own. For a token it reads the token's embedding and the state of the token before: the model's last, normed, where
+the token is certain, its own where it is a guess. A checkpoint with several such layers is asked for the first one
+alone.
 """
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ppd_runtime.models.checkpoint.config import layer_number, model_config, weight_files
+from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.checkpoint.loading import load_layer
+from ppd_runtime.models.stage.decoder_parts import decoder_in, final_norm
 from ppd_runtime.models.stage.embedding import Embedding
+from ppd_runtime.models.stage.library_probe import kept_by_layers
 
 MTP = "mtp"
 """The name of a model's own layer where a drafter is chosen."""
 _MIX = "eh_proj.weight"
 _OWN = ("enorm.weight", "hnorm.weight", _MIX, "shared_head.norm.weight")
+_APART = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight")
+"""Names of `_OWN`, in their order, where the layer is apart from the others."""
 _COPIES = ("embed_tokens.", "shared_head.head.")
 """Names of the model's own tensors, again beside the layer's."""
 _ANOTHER = "give another drafter"
 _AT_ONCE = 512  # certain tokens in a pass: masks grow by their number
+
+
+class _Form(NamedTuple):
+    """How a model's files name the layer's tensors."""
+
+    own: Mapping[str, str]
+    """The names of `_OWN`."""
+    block: str
+    """What the names of its decoder layer begin with."""
+
+    def of_block(self, stored: str) -> str | None:
+        """The name of one of the decoder layer's tensors in the layer; None for other tensors."""
+        name = stored.removeprefix(self.block)
+        is_other = name == stored or stored in self.own.values() or name.startswith(_COPIES)
+        return None if is_other else name
 
 
 @dataclass(frozen=True)
@@ -54,60 +74,75 @@ class MtpInfo:
 
     def num_weights(self) -> int:
         """How many numbers `load_mtp` adds to the model's own."""
-        stored = (
-            (name.partition(f"layers.{self.number}.")[2], math.prod(file.get_slice(name).get_shape()))
-            for file in _open_files(self.folder)
-            for name in file.keys()  # noqa: SIM118 (a safetensors file is no mapping)
-            if layer_number(name) == self.number
+        form = _form(self.folder, self.number)
+        return sum(
+            math.prod(file.get_slice(stored).get_shape())
+            for stored, file in _stored(self.folder)
+            if stored in form.own.values() or form.of_block(stored)
         )
-        return sum(size for name, size in stored if not name.startswith(_COPIES))
 
 
 def describe_mtp(info: ModelInfo) -> MtpInfo:
     """Find a model's own layer; ValueError, in a line, if it has none that is understood."""
-    shapes = {name: file.get_slice(stored).get_shape() for name, stored, file in _stored(info)}
-    for name in _OWN:
-        if name not in shapes:
-            raise ValueError(f"drafter='{MTP}': model {info.name!r} {_lacking(info, name)}; {_ANOTHER}")
-    size = model_config(info.folder).hidden_size
-    for name, shape in shapes.items():
-        if shape != (expected := [size, 2 * size] if name == _MIX else [size]):
-            raise ValueError(f"drafter='{MTP}': model {info.name!r} has {name} as {shape}, not {expected}; {_ANOTHER}")
+    refuse, form = f"drafter='{MTP}': model {info.name!r}", _form(info.folder, info.num_layers)
+    shapes = {stored: file.get_slice(stored).get_shape() for stored, file in _stored(info.folder)}
+    known = {*form.own.values()}
+    for stored in form.own.values():
+        if stored not in shapes:
+            raise ValueError(f"{refuse} {_lacking(stored, shapes)}; {_ANOTHER}")
+    odd = [name for name in shapes if name.startswith(f"{MTP}.") and name not in known and ".layers." not in name]
+    if odd:
+        raise ValueError(f"{refuse} has {min(odd)} beside such a layer, which is not understood; {_ANOTHER}")
+    config = model_config(info.folder)
+    size = config.hidden_size
+    for name, stored in form.own.items():
+        if (shape := shapes[stored]) != (expected := [size, 2 * size] if name == _MIX else [size]):
+            raise ValueError(f"{refuse} has {stored} as {shape}, not {expected}; {_ANOTHER}")
+    if not kept_by_layers(config)[-1].is_plain:
+        reason = "such a layer behind one that keeps a recurrent state, which is not understood"
+        raise ValueError(f"{refuse} has {reason}; {_ANOTHER}")
     return MtpInfo(info.folder, info.num_layers, info.vocab_size)
+
+
+def _lacking(name: str, stored: Iterable[str]) -> str:
+    """What a model without the tensor `name` has in its place, of the tensors that are `stored`."""
+    others = sorted(other for other in stored if any(part.startswith(MTP) for part in other.split(".")))
+    if others:
+        return f"has such a layer as {others[0]}, a form that is not understood (there is no {name})"
+    return f"has no such layer (no {name})"
 
 
 def load_mtp(drafter: MtpInfo, model: PreTrainedModel, info: ModelInfo) -> "MtpDrafter":
     """The drafter beside `model`, which has its embedding, norm and head, with its dtype, on its device."""
-    own = {name: file.get_tensor(stored).to(model.device) for name, stored, file in _stored(info)}
-    stored, device = own[_MIX].dtype, str(model.device)  # in another dtype all files would be copied
-    part = load_layers(replace(info, weights=None), drafter.number + 1, stored, device, first=drafter.number)
-    network = MtpNetwork(part, own)
+    form = _form(drafter.folder, drafter.number)
+    names = {stored: name for name, stored in form.own.items()}
+    own, block = dict[str, Tensor](), dict[str, Tensor]()
+    for stored, file in _stored(drafter.folder):
+        if stored in names:
+            own[names[stored]] = file.get_tensor(stored)
+        elif name := form.of_block(stored):
+            block[f"model.layers.{drafter.number}.{name}"] = file.get_tensor(stored)
+    dtype = own[_MIX].dtype
+    network = MtpNetwork(load_layer(info, drafter.number, block, dtype), own).to(model.device)
     for parameter in network.parameters():
-        if parameter.dtype == stored:  # some stay in float32
+        if parameter.dtype == dtype:  # some stay in float32
             parameter.data = parameter.data.to(model.dtype)
     return MtpDrafter(network.requires_grad_(False).eval(), model, drafter.tokens)
 
 
-def _lacking(info: ModelInfo, name: str) -> str:
-    """What a model without the tensor `name` has in its place.
-
-    Layers that are named `mtp.…`, as in Qwen3-Next and Qwen3.5, belong to recurrent models, which do not run here.
-    """
-    wanted = f"model.layers.{info.num_layers}.{name}"
-    for file in _open_files(info.folder):
-        for stored in sorted(file.keys()):
-            if any(part.startswith(MTP) for part in stored.split(".")):
-                return f"has such a layer as {stored}, a form that is not understood (there is no {wanted})"
-    return f"has no such layer (no {wanted})"
+def _form(folder: Path, number: int) -> _Form:
+    """How a model's files name the layer, which is its `number`-th, counted from 0, if they have it."""
+    behind = f"model.layers.{number}."
+    if any(stored.startswith(f"{MTP}.") for stored, _ in _stored(folder)):
+        return _Form(dict(zip(_OWN, _APART, strict=True)), f"{MTP}.layers.0.")
+    return _Form({name: behind + name for name in _OWN}, behind)
 
 
-def _stored(info: ModelInfo) -> Iterator[tuple[str, str, Any]]:
-    """Which of `_OWN` a model's files have, by which names, and the open files."""
-    for file in _open_files(info.folder):
+def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The names of the tensors in a model's files, and the open files that have them."""
+    for file in _open_files(folder):
         for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            own = name.partition(f"layers.{info.num_layers}.")[2]
-            if layer_number(name) == info.num_layers and own in _OWN:
-                yield own, name, file
+            yield name, file
 
 
 def _open_files(folder: Path) -> Iterator[Any]:
@@ -124,17 +159,17 @@ class MtpNetwork(nn.Module):
     """The layer, and what is before and behind it.
 
     Args:
-        part: a model whose last layer it is.
-        own: the tensors of `_OWN`, on its device.
+        part: a decoder whose last layer it is.
+        own: the tensors of `_OWN`.
     """
 
-    def __init__(self, part: PreTrainedModel, own: Mapping[str, Tensor]) -> None:
+    def __init__(self, part: Any, own: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.layer, self.rotary = part.model.layers[-1], part.model.rotary_emb
+        self.layer, self.rotary = part.layers[-1], part.rotary_emb
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # it has a cache of its own
-        norms = [copy.deepcopy(part.model.norm) for _ in range(3)]
+        norms = [copy.deepcopy(part.norm) for _ in range(3)]
         self.embedding_norm, self.state_norm, self.norm = norms
         for norm, name in zip(norms, ("enorm", "hnorm", "shared_head.norm"), strict=True):
             norm.weight = nn.Parameter(own[f"{name}.weight"], requires_grad=False)
@@ -175,6 +210,7 @@ class MtpDrafter:
     def __init__(self, network: MtpNetwork, model: PreTrainedModel, tokens: Sequence[int]) -> None:
         self._network, self._model, self.tokens = network, model, tuple(tokens)
         self._embed, self._device = Embedding(model), model.device
+        self._norm = getattr(decoder_in(model), final_norm(decoder_in(model)))
         self.begin(0)
 
     def another(self) -> "MtpDrafter":
@@ -193,7 +229,7 @@ class MtpDrafter:
     def follow(self, tokens: Sequence[int], states: Tensor) -> None:
         """Implements `DraftNetwork.follow`; the states are the last layer's alone."""
         self._drop_guesses(0)
-        before = self._model.model.norm(states[None, :, 0].to(self._device))
+        before = self._norm(states[None, :, 0].to(self._device))
         for start in range(0, len(tokens), _AT_ONCE):
             piece = slice(start, start + _AT_ONCE)
             hidden = self._run(tokens[piece], before[:, piece])

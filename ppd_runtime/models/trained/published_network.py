@@ -13,6 +13,7 @@ from ppd_runtime.models.checkpoint.config import skeleton_of
 from ppd_runtime.models.checkpoint.loading import some_rows
 from ppd_runtime.models.native.linear import QuantisedEmbedding
 from ppd_runtime.models.native.packing import rows_in_floats
+from ppd_runtime.models.stage.decoder_parts import embedding_in
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, by their names in configurations."""
@@ -54,7 +55,7 @@ class PublishedNetwork(nn.Module):
     def take_rest(self, model: PreTrainedModel, tokens: Sequence[int], absent: set[str]) -> None:
         """Take the embedding and the head for `tokens` from a whole model where they are among `absent` tensors."""
         if EMBEDDING in absent:
-            self.embed_tokens = _Rows(model.model.embed_tokens)
+            self.embed_tokens = _Rows(embedding_in(model))
         if HEAD in absent:
             whole = len(tokens) == model.config.vocab_size
             self.lm_head = model.lm_head if whole else some_rows(model.lm_head, tokens)
