@@ -63,7 +63,7 @@ nightly-model-check: .venv/test.stamp
 
 nightly-fuzz: .venv/test.stamp
 	PPD_REQUESTS=500 $(NIGHTLY) --timeout 0 tests/server/test_server_schema.py
-	for target in decoding stream round_trip; do \
+	for target in decoding stream ring round_trip; do \
 	  PYTHONPATH=tests:. $(BIN)/python -m fuzz.run $$target --inputs 1000000 --seed $(SEED) || exit 1; \
 	done
 

@@ -22,18 +22,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.recording import Figures, names, new_parser, positive, run, table_of, whole_numbers
+from ppd_runtime.host import available_cores
 from ppd_runtime.launch.cpu_affinity import assign_cores, on_cores
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.pipeline.messages import End, ExitState
 from ppd_runtime.settings.layouts import DECIDER
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import open_endpoint, spins
 
 _RECEIVER, _WARM_UP, _DEADLINE_S = 1, 20, 30.0
 _LOOK_EVERY_S = 0.005
 _SETTLE_S = 25.0  # at the most, for a link to open
-_TRANSPORTS = ("unix", "zeromq", "collective")
+_TRANSPORTS = ("unix", "ring", "zeromq", "collective")
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def _await_receiver(endpoint: Endpoint) -> None:
 @contextlib.contextmanager
 def _met(series: Series, folder: str, own: int, peer: int, cores: Sequence[int]) -> Iterator[Endpoint]:
     """A place in the network, once its peer is there; each tells the other its location through a file."""
-    opened = open_endpoint(Network(series.transport, folder), own, bool(cores), series.device)
+    spinning = spins(bool(cores), series.device, 2, available_cores())
+    opened = open_endpoint(Network(series.transport, folder), own, spinning, series.device)
     with contextlib.closing(opened) as endpoint:
         written = Path(folder) / f"writing-{own}"
         written.write_text(endpoint.location)

@@ -51,13 +51,37 @@ class Event:
     def __init__(self, gpus: "TwoGpus") -> None:
         self._gpus = gpus
 
-    def record(self) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Behind all that the stream has been asked for."""
-        self._behind = list(self._gpus.current_stream().waits_for)
+        self._behind = list((stream or self._gpus.current_stream()).waits_for)
 
     def query(self) -> bool:
         """Whether the stream has come so far."""
         return all(transfer.has_arrived for transfer in self._behind)
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        if not self.query():
+            raise RuntimeError("this would wait for a transfer that is under way")
+
+
+class Runtime:
+    """The functions of CUDA's own library for memory of the host: which is page-locked, by address."""
+
+    def __init__(self) -> None:
+        self.page_locked: dict[int, int] = {}
+        self.most_bytes = 2**40
+
+    def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:
+        """Page-lock memory; 2 if that is too much, 712 if it is page-locked already."""
+        if num_bytes > self.most_bytes or address in self.page_locked:
+            return 712 if address in self.page_locked else 2
+        self.page_locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Give it back; 713 if it was not page-locked."""
+        return 0 if self.page_locked.pop(address, None) else 713
 
 
 class Graph:
@@ -125,6 +149,7 @@ class TwoGpus:
         """Devices and pools from which the allocator serves captures."""
         self.released: list[tuple[int, int]] = []
         """Pools that were given back by hand."""
+        self.library = Runtime()
         self.graphs: list[Graph] = []
         """Of this test; a test that wants them to go empties it."""
 
@@ -271,7 +296,8 @@ class NewTensors(TorchFunctionMode):
         place = torch.device(given["device"]) if given.get("device") is not None else torch.device("cpu")
         if place.type != "cuda":
             return function(*args, **given)
-        return on_gpu(function(*args, **given | {"device": "cpu"}), place.index)
+        index = torch.cuda.current_device() if place.index is None else place.index
+        return on_gpu(function(*args, **given | {"device": "cpu"}), index)
 
 
 @contextlib.contextmanager
@@ -285,6 +311,7 @@ def two_gpus() -> Iterator[TwoGpus]:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpus, device))
         patch.setattr(torch.cuda, "Event", lambda: Event(gpus))
         patch.setattr(torch.cuda, "CUDAGraph", gpus.new_graph)
+        patch.setattr(torch.cuda, "cudart", lambda: gpus.library)
         patch.setattr(torch.cuda, "graph_pool_handle", gpus.new_pool)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", gpus.end_allocating)
         patch.setattr(torch._C, "_cuda_releasePool", lambda *pool: gpus.released.append(pool))

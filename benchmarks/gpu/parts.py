@@ -49,7 +49,7 @@ def hops(scene: Scene) -> Rows:
     """A tensor's way from the device of one process to that of another, by transport and size."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # two processes of one GPU, where NCCL is new enough for that
     there = importlib.util.find_spec("zmq") is not None and not scene.pretend
-    for transport in ("unix", "zeromq", "collective") if there else ("unix",):
+    for transport in ("unix", "ring", "zeromq", "collective") if there else ("unix", "ring"):
         for size in scene.choose((8192, 65536, 524288), (8192,)):
             series = hop.Series(transport, size, 1, scene.choose(200, 5), str(scene.device))
             try:

@@ -177,10 +177,11 @@ def encode(message: Message) -> list[Frame]:
     return [header, frame]
 
 
-def has_tensor(message: Message) -> bool:
-    """Whether a message holds a tensor."""
+def tensor_bytes(message: Message) -> int:
+    """The size of a message's tensor in bytes; 0 if it holds none."""
     plan = _PLANS[type(message)]
-    return bool(plan.tensor) and plan.values(message)[plan.tensor - 2] is not None
+    tensor = plan.values(message)[plan.tensor - 2] if plan.tensor else None
+    return 0 if tensor is None else int(tensor.nbytes)
 
 
 def split(message: Message) -> tuple[bytes, Tensor | None]:

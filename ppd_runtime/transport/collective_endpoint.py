@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from ppd_runtime.pipeline.messages import LinkNote, Message, TensorAnnouncement
-from ppd_runtime.pipeline.wire import has_tensor, split
+from ppd_runtime.pipeline.wire import split, tensor_bytes
 from ppd_runtime.settings.layouts import CLIENT
 from ppd_runtime.transport.collective_groups import CollectiveBackend, check_backend
 from ppd_runtime.transport.collective_links import Link, read_name
@@ -113,7 +113,7 @@ class CollectiveEndpoint:
 
     def _post(self, link: Link, message: Message) -> TensorAnnouncement | None:
         """A message in two parts, if it has a tensor; the same message to the next address is not split again."""
-        if not link.takes or not has_tensor(message):
+        if not link.takes or not tensor_bytes(message):
             return None
         if self._last is None or self._last[0] is not message:
             header, raw = split(message)

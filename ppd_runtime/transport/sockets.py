@@ -10,6 +10,8 @@ from ppd_runtime.transport.network import Network
 from ppd_runtime.transport.unix import UnixEndpoint
 
 _SPIN_S = 0.002
+_RING_FROM_ON_GPUS = 2**16 + 1
+"""Bytes of a tensor; CUDA copies up to 64 KB to a GPU together with the command, from any memory."""
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -34,11 +36,20 @@ def choose_transport(transport: str, on_gpus: bool, own_gpus: bool) -> str:
     return transport
 
 
-def open_endpoint(network: Network, address: int, has_own_core: bool = False, device: str = "cpu") -> Endpoint:
+def spins(has_own_core: bool, device: str, num_workers: int, num_cores: int) -> bool:
+    """Whether a worker polls for messages for a while before it sleeps.
+
+    It does with a core of its own. On a GPU it has none, and does if the host has a core for each worker and one more.
+    """
+    return has_own_core or (device.startswith("cuda") and num_cores > num_workers)
+
+
+def open_endpoint(network: Network, address: int, spinning: bool = False, device: str = "cpu") -> Endpoint:
     """A process' place in a network; "auto" is Unix sockets on one host, and ZeroMQ if there is an interface.
 
-    A process with its own core polls for messages for a while before it sleeps, which disturbs no other. `device` is
-    where its tensors live, for the collective transport.
+    A `spinning` process polls for messages for 2 ms before it sleeps, over Unix sockets. `device` is where its tensors
+    live, for the collective transport and for a ring. A GPU's large tensors go through rings, also all tensors of the
+    transport "ring", which is Unix sockets with rings on every device, for tests and measurements.
 
     Raises:
         ValueError: for a folder that others may enter, an interface of another host, missing or wrong keys, a PyTorch
@@ -53,7 +64,8 @@ def open_endpoint(network: Network, address: int, has_own_core: bool = False, de
     elif network.transport == "zeromq" or network.interface or network.keys:
         endpoint = _zeromq().ZmqEndpoint(network, address)
     else:
-        endpoint = UnixEndpoint(network.folder, address, _SPIN_S if has_own_core else 0.0)
+        ring_from = 1 if network.transport == "ring" else _RING_FROM_ON_GPUS if device.startswith("cuda") else None
+        endpoint = UnixEndpoint(network.folder, address, _SPIN_S if spinning else 0.0, ring_from, device)
     return endpoint
 
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
+from ppd_runtime.host import available_cores
 from ppd_runtime.models.checkpoint.description import read_info
 from ppd_runtime.models.compiling import compiled_elsewhere, read_code
 from ppd_runtime.models.named_drafter import read_drafter
@@ -25,7 +26,7 @@ from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.settings.layouts import CLIENT, Layout, PaperLayout, StagedLayout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.network import Network, read_network
-from ppd_runtime.transport.sockets import open_endpoint
+from ppd_runtime.transport.sockets import open_endpoint, spins
 from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
@@ -98,7 +99,8 @@ def open_worker(order: str, own_address: str = "", own_device: str = "", code: b
         spec = replace(spec, code=compiled_elsewhere(code, spec.device, spec.code_kinds))
     _come_first(spec.rank)
     worker = Worker(spec)
-    endpoint = open_endpoint(network, spec.rank, bool(spec.cores), spec.device)
+    spinning = spins(bool(spec.cores), spec.device, spec.layout.num_processes, available_cores())
+    endpoint = open_endpoint(network, spec.rank, spinning, spec.device)
     endpoint.introduce(CLIENT, network.client)
     return worker, endpoint
 

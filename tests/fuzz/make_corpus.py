@@ -87,9 +87,23 @@ MESSAGES: tuple[Message, ...] = (
 
 
 def on_the_stream(message: Message) -> bytes:
-    """As `transport.unix` writes it."""
+    """As `transport.streams` writes it."""
     header, *rest = (bytes(frame) for frame in encode(message))
     return struct.pack("<4sIQ", b"ppd1", len(header), sum(map(len, rest))) + header + b"".join(rest)
+
+
+def in_the_ring(message: Message, position: int) -> bytes:
+    """As `transport.streams` writes it where the tensor is at a position of the stream's ring."""
+    header, tensor = (bytes(frame) for frame in encode(message))
+    return struct.pack("<4sIQ", b"ppdr", len(header), len(tensor)) + header + struct.pack("<Q", position)
+
+
+def write_rings() -> None:
+    """Streams with tensors at the beginning of a ring, behind each other, and a lap further."""
+    states = [PromptStates(1, 1, 2, 256, torch.zeros(1, rows, 8)) for rows in (4, 30, 98)]
+    for number, places in enumerate(([0], [0, 128], [0, 128, 4096], [0, 4096, 8192])):
+        parts = [in_the_ring(*pair) for pair in zip(states, places, strict=False)]
+        write("ring", f"{number:02d}", b"".join([*parts, on_the_stream(End(0, 1))]))
 
 
 def write(target: str, name: str, data: bytes) -> None:
@@ -122,6 +136,7 @@ def main() -> None:
         write("stream", f"all-{size}", bytes([size]) + whole)
     for number in range(8):
         write("round_trip", f"{number:02d}", bytes([number % 2, number]) + bytes(range(number, 250, number + 1)))
+    write_rings()
     shortest: dict[str, bytes] = {}
     for seed in range(SEEDS):
         for data in mutations("decoding", seed, TRIES):

@@ -12,7 +12,7 @@ import time
 
 from fuzz.inputs import CORPUS, mutations
 
-_TARGETS = ("decoding", "stream", "round_trip")  # of `targets`, which atheris has to import itself
+_TARGETS = ("decoding", "stream", "ring", "round_trip")  # of `targets`, which atheris has to import itself
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def _run_mutations(target: str, count: int, seed: int) -> None:
 def _run_atheris(target: str, arguments: list[str]) -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["ppd_runtime.pipeline", "ppd_runtime.transport.unix"]):
+    with atheris.instrument_imports(include=["ppd_runtime.pipeline", "ppd_runtime.transport"]):
         from fuzz.targets import TARGETS
 
     def run(data: bytes) -> None:

@@ -5,6 +5,7 @@ A target is given any bytes whatever, and says how many messages they held. See 
 
 import math
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,7 +16,11 @@ from torch import Tensor
 from ppd_runtime.pipeline.messages import Begin, Message, Token
 from ppd_runtime.pipeline.wire import WireError, decode, encode
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.transport.unix import _FIRST_BUFFER_BYTES, _Inlet
+from ppd_runtime.transport.ring import RingWriter
+from ppd_runtime.transport.streams import FIRST_BUFFER_BYTES, Inlet
+
+RING = b"".join(struct.pack("<I", number) for number in range(1024))
+"""What lies in the ring of the target `ring`: each four bytes are others."""
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -55,17 +60,36 @@ def read_stream(pieces: list[bytes]) -> tuple[list[Message], bool]:
     arrived: deque[Message] = deque()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    inlet, alive, sent = _Inlet(ours), True, 0
+    inlet, alive, sent = Inlet(ours), True, 0
     with theirs:
         for piece in filter(None, pieces):
             theirs.sendall(piece)
             sent += len(piece)
             alive = inlet.read(arrived)
-            assert len(inlet._buffer) <= max(_FIRST_BUFFER_BYTES, 2 * sent), "a prefix takes no memory"
+            assert len(inlet._buffer) <= max(FIRST_BUFFER_BYTES, 2 * sent), "a prefix takes no memory"
             if not alive:
                 break
     inlet.close()
     return list(arrived), alive
+
+
+def ring(data: bytes) -> int:
+    """A stream with a ring is read without an error; whatever places it names, each tensor is a piece of the ring."""
+    arrived: deque[Message] = deque()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    inlet, writer = Inlet(ours), RingWriter(len(RING))
+    writer._memory.bytes_at(0, len(RING)).copy_(torch.frombuffer(bytearray(RING), dtype=torch.uint8))
+    with theirs:
+        socket.send_fds(theirs, [data or b"\0"], [writer.descriptor])
+        inlet.read(arrived)
+    inlet.close()
+    writer.close()
+    for message in arrived if b"ppd1" not in data else []:
+        tensor = getattr(message, "hidden", None)
+        if isinstance(tensor, Tensor):
+            assert tensor.flatten().view(torch.uint8).numpy().tobytes() in RING
+    return len(arrived)
 
 
 def round_trip(data: bytes) -> int:
@@ -145,4 +169,9 @@ def assert_same(message: Message, other: Message) -> None:
             assert a == b, name
 
 
-TARGETS: dict[str, Callable[[bytes], int]] = {"decoding": decoding, "stream": stream, "round_trip": round_trip}
+TARGETS: dict[str, Callable[[bytes], int]] = {
+    "decoding": decoding,
+    "stream": stream,
+    "ring": ring,
+    "round_trip": round_trip,
+}

@@ -116,3 +116,13 @@ def test_a_certain_token_needs_no_room() -> None:
     waiting.tree.held = MOST_HELD  # as if what it drops were still there
     assert waiting.arrivals.work() == Work.NEEDED
     assert waiting.run() == [1]
+
+
+def test_states_that_came_by_different_ways_meet_on_one_device() -> None:
+    """Large ones may have come on the GPU, and small ones not; `meta` stands for it, as it is no CPU either."""
+    waiting = Waiting()
+    for number, device in ((1, "meta"), (2, "cpu")):
+        rows = Rows(1, 1, 0, 2, (number,), (0,), (POSITION,), (10 * number,), torch.zeros(1, 1, 2, device=device))
+        waiting.arrivals.take(rows)
+    states = waiting.arrivals.states(waiting.arrivals.next_pass())
+    assert (states.shape, states.device.type) == ((1, 2, 2), "meta")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ppd_runtime.pipeline import tensors
 from ppd_runtime.pipeline.wire import KIND_NAMES, WireError, decode
 
-BATCH, BATCHES = 20, {"decoding": 250, "stream": 175, "round_trip": 75}
+BATCH, BATCHES = 20, {"decoding": 225, "stream": 150, "ring": 50, "round_trip": 75}
 """Ten thousand in all."""
 
 

@@ -61,7 +61,7 @@ def test_decode():
 def test_hop():
     rows = figures(hop, ["--sizes", "1024,200000", "--pauses-ms", "1", "--count", "10"])["rows"]
     assert [(row["transport"], row["num_bytes"]) for row in rows] == [
-        (transport, size) for transport in ("unix", "zeromq", "collective") for size in (1024, 200000)
+        (transport, size) for transport in ("unix", "ring", "zeromq", "collective") for size in (1024, 200000)
     ]
     assert all(0 < row["median_us"] <= row["p99_us"] and row["sender_us"] > 0 for row in rows)
 

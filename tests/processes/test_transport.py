@@ -35,14 +35,18 @@ def zmq_endpoint(folder: str, address: int) -> ZmqEndpoint:
     return ZmqEndpoint(Network(folder=folder), address)
 
 
-@pytest.fixture(params=["local", "unix", "zeromq"])
+def ring_endpoint(folder: str, address: int) -> UnixEndpoint:
+    return UnixEndpoint(folder, address, ring_from=1)
+
+
+@pytest.fixture(params=["local", "unix", "ring", "zeromq"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     """Opens an endpoint at an address of one network; closes all of them at the end."""
     network = LocalNetwork(ADDRESSES)
     opened: list[Endpoint] = []
 
     def open_endpoint(address: int) -> Endpoint:
-        between_processes = {"unix": UnixEndpoint, "zeromq": zmq_endpoint}.get(request.param)
+        between_processes = {"unix": UnixEndpoint, "ring": ring_endpoint, "zeromq": zmq_endpoint}.get(request.param)
         opened.append(between_processes(str(tmp_path), address) if between_processes else network.endpoint(address))
         return opened[-1]
 
@@ -242,7 +246,7 @@ def test_closing_does_not_wait_long_for_an_absent_peer(connect: Connect) -> None
         sub.close()
 
 
-@pytest.mark.parametrize("kind", [UnixEndpoint, zmq_endpoint])
+@pytest.mark.parametrize("kind", [UnixEndpoint, ring_endpoint, zmq_endpoint])
 def test_an_address_can_be_taken_again(tmp_path: Path, kind: Callable[[str, int], Endpoint]) -> None:
     sub = kind(str(tmp_path), 1)
     for request in range(3):
@@ -259,7 +263,7 @@ def test_an_address_can_be_taken_again(tmp_path: Path, kind: Callable[[str, int]
     sub.close()
 
 
-@pytest.mark.parametrize("kind", [UnixEndpoint, zmq_endpoint])
+@pytest.mark.parametrize("kind", [UnixEndpoint, ring_endpoint, zmq_endpoint])
 def test_two_runtimes_in_two_folders_do_not_hear_each_other(
     tmp_path: Path, kind: Callable[[str, int], Endpoint]
 ) -> None:

@@ -70,7 +70,7 @@ class Arrivals:
         states = [node.hidden for node in nodes if node.hidden is not None]
         rows, places = states[0].rows, [state.row for state in states]
         if any(state.rows is not rows for state in states):
-            return torch.cat([state.alone() for state in states], dim=1)
+            return torch.cat([state.alone().to(rows.device) for state in states], dim=1)  # some came by other ways
         if places == list(range(places[0], places[-1] + 1)):  # as they came, except dropped ones
             return rows if len(places) == rows.shape[1] else rows[:, places[0] : places[0] + len(places)]
         return rows[:, places]
