@@ -50,7 +50,8 @@ class OneProcessDecoding(TextGenerator):
         code = code_for(config.compile, info, number, place, pass_kinds)
         self.config = replace(config, compile=bool(code))
         share_weights(info, number, place, bool(code))
-        return emulated(load_stage(info, info.num_layers, number, place, code), self._emulate)
+        stage = load_stage(info, info.num_layers, number, place, code, rows_on=config.rows_on)
+        return emulated(stage, self._emulate)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._described()})"

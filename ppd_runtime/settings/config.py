@@ -169,6 +169,10 @@ class RuntimeConfig(Placed):
     """Run passes over few tokens in compiled code. Default: on Linux CPUs where there is a C++ compiler. A first start
     with a model takes some ten seconds more, then its code is kept on disk. Tokens are those of `OrdinaryDecoding` with
     the same setting."""
+    rows_share_weights: bool = False
+    """Pad every uncompiled pass after the prompt to 8 rows, ordinary decoding's too: requests and guesses then share
+    the reading of weights, in any number format. Tokens are those of `OrdinaryDecoding` with the same setting. A model
+    or machine whose rows do not keep their bits runs each row as a pass of its own."""
     speculation: str = AUTO
     """When to guess: auto, always or never. Auto compares the time of a token without guesses, with guesses from the
     text's repetitions and with exit heads', and keeps what it finds. Always is for measuring match rates."""
@@ -212,13 +216,22 @@ class RuntimeConfig(Placed):
         self._check_placement()
         if self.compile is not None:
             check_bool("compile", self.compile)
-        for name in ("run_ahead", "trace", "repetitions", "generation_config"):
+        for name in ("run_ahead", "trace", "repetitions", "generation_config", "rows_share_weights"):
             check_bool(name, getattr(self, name))
+        if self.rows_share_weights:
+            self._check_shared_rows()
         if self.workers is not None:
             check_int("workers", self.workers, 1)
         self._check_stages()
         self._check_single_stage()
         self._check_network()
+
+    def _check_shared_rows(self) -> None:
+        """Have passes run uncompiled; ValueError for settings that need other passes."""
+        for name in ("compile", "weights", "layout"):
+            if value := getattr(self, name):
+                raise ValueError(f"rows_share_weights with {name}={value!r}, which needs other passes: drop one")
+        object.__setattr__(self, "compile", False)
 
     def _check_layout(self) -> None:
         if self.layout is None:
@@ -323,6 +336,11 @@ class RuntimeConfig(Placed):
         return _USUAL_DRAFT_MB if self.draft_memory_mb is None else self.draft_memory_mb
 
     @property
+    def rows_on(self) -> int | None:
+        """CPU threads of passes whose rows share the reading of weights; None: rows need not."""
+        return self.threads_per_worker if self.rows_share_weights else None
+
+    @property
     def num_candidates(self) -> int:
         """k; with stages, where it is not given, what it is until it has been chosen."""
         return self.k or USUAL_K
@@ -363,6 +381,7 @@ IN_PROCESS_SETTINGS: Mapping[str, str] = {
     "device": "device",
     "threads": "threads_per_worker",
     "compile": "compile",
+    "rows_share_weights": "rows_share_weights",
     "generation_config": "generation_config",
     "trace": "trace",
 }
