@@ -38,8 +38,9 @@ def why_rows_cannot_share(model: PreTrainedModel, threads: int) -> str | None:
         return f"its attention ({model.config._attn_implementation}) cannot be computed row by row"
     if not library_masks_fit(model, 1):
         return "its passes over one token need a mask"
-    shapes = _product_shapes(model)
-    widths = {outputs for outputs, _ in shapes} | ({model.config.vocab_size} - _plain_head(model))
+    shapes, heads = _product_shapes(model), model.config.num_attention_heads
+    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
+    widths = {head_dim, *(outputs for outputs, _ in shapes)} | ({model.config.vocab_size} - _plain_head(model))
     if odd := [width for width in sorted(widths) if not _has_whole_vectors(width, threads)]:
         return f"{ROWS} rows of {odd[0]} numbers do not divide into vectors on {threads} threads"
     for shape in sorted({*shapes, (model.config.vocab_size, model.config.hidden_size)}):

@@ -91,7 +91,7 @@ class RowsRange(LayerRange):
         places = [text.kept + len(path) - 1 for text in texts for path in text.paths]
         feed = {
             "inputs_embeds": _padded(hidden),
-            "position_ids": torch.tensor([places + [0] * (ROWS - len(places))], device=self.device),
+            "position_ids": torch.tensor([places + places[:1] * (ROWS - len(places))], device=self.device),
             CACHE_ARGUMENT: SomeLayersCache([RowsLayer(number, rows) for number in subset.numbers], subset.numbers),
         }
         states = with_rows(rows, lambda: subset.decoder(**feed, use_cache=True).last_hidden_state)
