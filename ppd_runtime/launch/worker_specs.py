@@ -291,7 +291,7 @@ def worker_specs(
             dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
-            rows_on=config.rows_on,
+            rows_on=config.threads_per_worker if config.rows_share_weights else None,
             emulate=emulate,
             guess_tokens=() if rank == DECIDER else guess_tokens,
             speculation=config.speculation,

@@ -50,7 +50,8 @@ class OneProcessDecoding(TextGenerator):
         code = code_for(config.compile, info, number, place, pass_kinds)
         self.config = replace(config, compile=bool(code))
         share_weights(info, number, place, bool(code))
-        stage = load_stage(info, info.num_layers, number, place, code, rows_on=config.rows_on)
+        rows_on = config.threads_per_worker if config.rows_share_weights else None
+        stage = load_stage(info, info.num_layers, number, place, code, rows_on=rows_on)
         return emulated(stage, self._emulate)
 
     def __repr__(self) -> str:
