@@ -115,6 +115,11 @@ def test_layers_that_cannot_share(family: str) -> None:
     assert why_rows_cannot_share(model, 1) == "its layers keep states, or attend in chunks of the text"
 
 
+def test_wide_states() -> None:
+    model = Specimen("gemma3n_text").build()
+    assert why_rows_cannot_share(model, 1) == "its tokens' states are wider than one hidden state"
+
+
 def test_widths_that_leave_numbers_over(model_folder: ModelFolder) -> None:
     """Loops over elements compute what is left over behind the last whole vector in another way."""
     model = load_stage(model_folder("gemma2")).model

@@ -56,7 +56,9 @@ def test_methods_verify_in_half_precision(dtype: str, model_folder: ModelFolder)
     ordinary = OrdinaryDecoding(**settings)
     for prompt in PROMPTS:
         for params in SAMPLINGS:
-            found = decode(prompt=prompt, params=params, method="layerskip", exit_layer=2, num_speculations=4, **settings)
+            found = decode(
+                prompt=prompt, params=params, method="layerskip", exit_layer=2, num_speculations=4, **settings
+            )
             assert found.token_ids == ordinary.generate(prompt, params).token_ids
 
 
