@@ -33,6 +33,10 @@ def why_rows_cannot_share(model: PreTrainedModel, threads: int) -> str | None:
     It depends on the model's configuration, its number format and this machine, and on no weights: all stages, and
     ordinary decoding, find the same.
     """
+    return _why_not_in_its_code(model) or _why_not_here(model, threads)
+
+
+def _why_not_in_its_code(model: PreTrainedModel) -> str | None:
     if range_class(model.config) is not LayerRange:
         return "its layers keep states, or attend in chunks of the text"
     if state_size(model.config) != model.config.hidden_size:
@@ -41,6 +45,10 @@ def why_rows_cannot_share(model: PreTrainedModel, threads: int) -> str | None:
         return f"its attention ({model.config._attn_implementation}) cannot be computed row by row"
     if not library_masks_fit(model, 1):
         return "its passes over one token need a mask"
+    return None
+
+
+def _why_not_here(model: PreTrainedModel, threads: int) -> str | None:
     shapes, heads = _product_shapes(model), model.config.num_attention_heads
     head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
     widths = {head_dim, *(outputs for outputs, _ in shapes)} | ({model.config.vocab_size} - _plain_head(model))
