@@ -90,6 +90,7 @@ def _about(spec: WorkerSpec) -> dict[str, Any]:
         "format": spec.info.weights,
         "device": spec.device.partition(":")[0],
         "threads": spec.threads,
+        "rows_share_weights": spec.rows_on is not None,
         "emulated": str(spec.emulate),
         "guess_vocab": len(spec.guess_tokens),
         "code": sorted({path.name for paths in spec.code.values() for path in paths}),
@@ -103,7 +104,7 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
     with cpu_threads(spec.threads), current_device(spec.device):
         short = head_kind(len(spec.guess_tokens))
         whole = {kind: files for kind, files in spec.code.items() if kind in (PassKind.HEAD, *spec.pass_kinds)}
-        stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole)
+        stage = load_stage(spec.info, layers, spec.dtype, spec.device, whole, rows_on=spec.rows_on)
         rows, sampler = TreeRange(stage, MOST_CHOSEN_ROWS), Sampler(SamplingParams())
         head = ModelHead(emulated(stage, spec.emulate), sampler)
         if tokens := spec.guess_tokens:

@@ -271,7 +271,7 @@ def worker_specs(
     dtype = choose_dtype(config.dtype, device, info, config.threads_per_worker, compiled=compiled)
     drafter = find_drafter(config, info, elsewhere) if config.stages else None
     guess_tokens = _guess_tokens(config, info, heads, drafter)
-    joins, guess_vocab = is_float32_on_cpu(device, dtype), len(guess_tokens) or None
+    joins, guess_vocab = is_float32_on_cpu(device, dtype) or config.rows_share_weights, len(guess_tokens) or None
     layout: Layout = (
         staged_layout(config, info.num_layers, joins, guess_vocab)
         if config.stages
@@ -292,6 +292,7 @@ def worker_specs(
             dtype=dtype,
             device=devices[rank],
             threads=config.threads_per_worker,
+            rows_on=config.threads_per_worker if config.rows_share_weights else None,
             emulate=emulate,
             guess_tokens=() if rank == DECIDER else guess_tokens,
             speculation=config.speculation,
@@ -333,6 +334,7 @@ def _draft_worker(first: WorkerSpec, draft: DraftModelInfo, device: str) -> Work
         exit_head=SHARED,
         guess_tokens=draft.shortlist,
         drafter=draft,
+        rows_on=None,
         draft_memory_mb=0,
         prefix_cache_tokens=0,
     )

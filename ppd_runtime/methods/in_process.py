@@ -50,7 +50,9 @@ class OneProcessDecoding(TextGenerator):
         code = code_for(config.compile, info, number, place, pass_kinds)
         self.config = replace(config, compile=bool(code))
         share_weights(info, number, place, bool(code))
-        return emulated(load_stage(info, info.num_layers, number, place, code), self._emulate)
+        rows_on = config.threads_per_worker if config.rows_share_weights else None
+        stage = load_stage(info, info.num_layers, number, place, code, rows_on=rows_on)
+        return emulated(stage, self._emulate)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._described()})"

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -153,3 +153,23 @@ def stage_layers(num_layers: int, cuts: Sequence[int]) -> tuple[int, ...]:
 def can_run_ahead(num_layers: int, exit_layer: int, k: int) -> bool:
     """Whether a lone sub-process' last state is the next exit state."""
     return k == 1 and num_layers == 2 * exit_layer
+
+
+def parsed_cuts(text: str) -> tuple[int, ...]:
+    """Layers with commas between them; raises ValueError for other texts."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"cuts={text!r:.200}: give layers in ascending order, such as 3,6,9") from error
+
+
+def joined_cuts(cuts: Iterable[int]) -> str:
+    """Layers as `parsed_cuts` reads them."""
+    return ",".join(map(str, cuts))
+
+
+def check_shared_rows(compile: bool | None, weights: str | None, layout: str | None) -> None:
+    """Raise ValueError for settings that need other passes than `rows_share_weights`."""
+    for name, value in {"compile": compile, "weights": weights, "layout": layout}.items():
+        if value:
+            raise ValueError(f"rows_share_weights with {name}={value!r}, which needs other passes: drop one")

@@ -13,7 +13,10 @@ from ppd_runtime.settings.checks import (
     check_device,
     check_exit_layer,
     check_int,
+    check_shared_rows,
     check_workers,
+    joined_cuts,
+    parsed_cuts,
 )
 from ppd_runtime.settings.fields import check_known
 from ppd_runtime.settings.placement import Placed
@@ -169,6 +172,9 @@ class RuntimeConfig(Placed):
     """Run passes over few tokens in compiled code. Default: on Linux CPUs where there is a C++ compiler. A first start
     with a model takes some ten seconds more, then its code is kept on disk. Tokens are those of `OrdinaryDecoding` with
     the same setting."""
+    rows_share_weights: bool = False
+    """Pad every pass after the prompt to 8 rows, ordinary decoding's too, and run it uncompiled: requests and guesses
+    share the reading of weights, in any number format. Tokens are those of `OrdinaryDecoding` with the same setting."""
     speculation: str = AUTO
     """When to guess: auto, always or never. Auto compares the time of a token without guesses, with guesses from the
     text's repetitions and with exit heads', and keeps what it finds. Always is for measuring match rates."""
@@ -212,8 +218,11 @@ class RuntimeConfig(Placed):
         self._check_placement()
         if self.compile is not None:
             check_bool("compile", self.compile)
-        for name in ("run_ahead", "trace", "repetitions", "generation_config"):
+        for name in ("run_ahead", "trace", "repetitions", "generation_config", "rows_share_weights"):
             check_bool(name, getattr(self, name))
+        if self.rows_share_weights:
+            check_shared_rows(self.compile, self.weights, self.layout)
+            object.__setattr__(self, "compile", False)
         if self.workers is not None:
             check_int("workers", self.workers, 1)
         self._check_stages()
@@ -244,7 +253,7 @@ class RuntimeConfig(Placed):
         elif self.guess_counts is not None:
             raise ValueError(f"guess_counts={self.guess_counts!r:.200}: is for guess_vocab, give that too")
         if isinstance(self.cuts, str):
-            object.__setattr__(self, "cuts", _parsed_cuts(self.cuts))
+            object.__setattr__(self, "cuts", parsed_cuts(self.cuts))
         if self.cuts is not None:
             self._check_cuts()
         if self.stages is None:
@@ -286,12 +295,12 @@ class RuntimeConfig(Placed):
         for cut in self.cuts:
             check_int("cuts", cut, 1)
         if list(self.cuts) != sorted(set(self.cuts)):
-            raise ValueError(f"cuts={_joined(self.cuts)}: give layers in ascending order")
+            raise ValueError(f"cuts={joined_cuts(self.cuts)}: give layers in ascending order")
         if self.stages is None:
             object.__setattr__(self, "stages", len(self.cuts) + 1)
         if self.stages != len(self.cuts) + 1:
             wanted = f"{len(self.cuts)} borders make {len(self.cuts) + 1} stages"
-            raise ValueError(f"cuts={_joined(self.cuts)} with stages={self.stages}: {wanted}, drop one")
+            raise ValueError(f"cuts={joined_cuts(self.cuts)} with stages={self.stages}: {wanted}, drop one")
 
     def _name_objects(self) -> None:
         """Put names in the place of paths and of PyTorch's dtypes."""
@@ -342,17 +351,6 @@ class RuntimeConfig(Placed):
         return exit_layer
 
 
-def _parsed_cuts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"cuts={text!r:.200}: give layers in ascending order, such as 3,6,9") from error
-
-
-def _joined(cuts: Iterable[int]) -> str:
-    return ",".join(map(str, cuts))
-
-
 RUNTIME_SETTINGS = tuple(setting.name for setting in fields(RuntimeConfig))
 """The names of `RuntimeConfig`'s settings."""
 
@@ -363,6 +361,7 @@ IN_PROCESS_SETTINGS: Mapping[str, str] = {
     "device": "device",
     "threads": "threads_per_worker",
     "compile": "compile",
+    "rows_share_weights": "rows_share_weights",
     "generation_config": "generation_config",
     "trace": "trace",
 }

@@ -27,7 +27,10 @@ PRESETS = tuple(label for name in NAMES for label in _PRESETS.get(name, (name,))
 """The labels that "all" stands for."""
 _LAYOUT = {"launcher": "auto"}
 """How pipelined decoding runs unless a row says otherwise: as processes of this host, or on a Ray to be joined."""
-_FOR_ALL = ("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config")
+_FOR_ALL = (
+    *("model", "dtype", "weights", "device", "threads", "threads_per_worker", "compile", "generation_config"),
+    "rows_share_weights",
+)
 _NO_TEXT = ("trace", "stage", "emulate", "progress", "adaptation")
 
 

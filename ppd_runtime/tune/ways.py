@@ -29,7 +29,7 @@ from ppd_runtime.tune.transformers_methods import (
 )
 
 Generator: TypeAlias = PPDRuntime | OneProcessDecoding
-SHARED_SETTINGS = ("model", "weights", "device", "compile", "generation_config")
+SHARED_SETTINGS = ("model", "weights", "device", "compile", "rows_share_weights", "generation_config")
 """Settings of ordinary decoding that whatever is compared with it has too, besides dtype and threads."""
 
 

@@ -185,7 +185,8 @@ class StagedRole(Role):
         """All layers, over weights in memory that the stages share."""
         if self._whole is None:
             spec = self.spec
-            whole = load_stage(spec.info, spec.info.num_layers, spec.dtype, spec.device, spec.code)
+            info = spec.info
+            whole = load_stage(info, info.num_layers, spec.dtype, spec.device, spec.code, 0, (), spec.rows_on)
             self._whole = emulated(whole, spec.emulate)
         return self._whole
 

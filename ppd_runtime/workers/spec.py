@@ -37,6 +37,9 @@ class WorkerSpec:
     code: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
     """Files of compiled code, one for each layer, by `PassKind`; empty: passes run uncompiled."""
 
+    rows_on: int | None = None
+    """CPU threads of passes whose rows share the reading of weights; None: rows need not."""
+
     guess_tokens: tuple[int, ...] = ()
     """Tokens that this process' exit head guesses among, ascending; empty: the whole vocabulary."""
     speculation: str = AUTO

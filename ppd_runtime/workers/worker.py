@@ -68,7 +68,14 @@ class Worker:
         torch.set_num_threads(spec.threads)
         with current_device(spec.device):
             stage = load_stage(
-                spec.info, spec.num_layers, spec.dtype, spec.device, spec.code, spec.first_layer, spec.guess_tokens
+                spec.info,
+                spec.num_layers,
+                spec.dtype,
+                spec.device,
+                spec.code,
+                spec.first_layer,
+                spec.guess_tokens,
+                spec.rows_on,
             )
             self.stage = emulated(stage, spec.emulate)
             head = None if spec.rank == DECIDER else spec.exit_head

@@ -14,7 +14,7 @@ import torch
 from heads_for_tests import write_texts
 from transformers import AutoModelForCausalLM
 
-from benchmarks import decode, draft_models, edits, faults, forms, hop, layouts, peers, servers, serving, startup
+from benchmarks import decode, draft_models, edits, faults, forms, hop, layouts, peers, rows, servers, serving, startup
 from benchmarks.__main__ import PLAN
 from benchmarks.emulated import slow_links, socket_folder
 from benchmarks.models import model_folder, random_config
@@ -27,7 +27,7 @@ from ppd_runtime.training.texts import read_texts, token_rows
 from ppd_runtime.transport.unix import UnixEndpoint
 from ppd_runtime.tune.prompt_files import Prompt
 
-MODULES = (decode, draft_models, faults, forms, hop, layouts, peers, servers, serving, startup)
+MODULES = (decode, draft_models, faults, forms, hop, layouts, peers, rows, servers, serving, startup)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -7,7 +7,7 @@ masks, rotary tables, windows and soft caps stay the library's business.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ppd_runtime.models.stage.held_sequence import HeldSequence
 from ppd_runtime.models.stage.library_probe import cache_windows
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
-from ppd_runtime.models.stage.trees import Part, PlacedTree, TokenTree, chain_of, token_tree
+from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
@@ -46,6 +46,9 @@ class LayerRange(HeldSequence):
         first_layer: the first layer here, counted from 0.
         longest_in_chunks: the whole model's; see `ModelInfo`.
     """
+
+    rows_of_a_pass: ClassVar[int | None] = None
+    """Rows of every pass, if it is padded to a fixed number of them; see `RowsRange`."""
 
     def __init__(
         self,
@@ -275,7 +278,7 @@ class LayerRange(HeldSequence):
         inputs: list[int] | Tensor,
         position: int,
         in_prompt: bool = False,
-        tree: TokenTree | Sequence[PlacedTree] | None = None,
+        tree: Any = None,
     ) -> Tensor:
         """Run a chain, or a `tree` or several texts' trees, which need compiled code."""
         self.check_position(first, position)
@@ -331,11 +334,14 @@ class LayerRange(HeldSequence):
         tree: TokenTree | None = None,
         in_prompt: bool = False,
     ) -> Tensor:
+        return self._call(self._range(first, last), inputs, position, places, tree, in_prompt)
+
+    def _range(self, first: int, last: int) -> LayerSubset:
         if (first, last) not in self._ranges:
             layers = dict(enumerate(decoder_in(self.model).layers))
             numbers = tuple(range(first, last))
             self._ranges[first, last] = self.subset({i: layers[i] for i in numbers}, numbers)
-        return self._call(self._ranges[first, last], inputs, position, places, tree, in_prompt)
+        return self._ranges[first, last]
 
     def _call(
         self,
@@ -370,8 +376,12 @@ class LayerRange(HeldSequence):
         self, layers: Mapping[int, nn.Module], attending: tuple[int, ...], without_mlp: tuple[int, ...] = ()
     ) -> "LayerSubset":
         """Some layers by their numbers, or stand-ins for them; see `LayerSubset`."""
-        hidden_from = {number: with_mask_of(self._masks, number, layer) for number, layer in layers.items()}
+        hidden_from = {number: self._stand_in(number, layer) for number, layer in layers.items()}
         decoder = decoder_of(self.model, hidden_from, self._embed.scale)
         if self._rotary is not None:
             decoder.rotary_emb = self._rotary
         return LayerSubset(decoder, tuple(layers), attending, without_mlp)
+
+    def _stand_in(self, number: int, layer: nn.Module) -> nn.Module:
+        """The layer as pieces of the model have it."""
+        return with_mask_of(self._masks, number, layer)

@@ -106,7 +106,7 @@ class RotaryTable(nn.Module):
         return rotary(hidden, position_ids, *kind, **named)
 
     def _looked_up(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Embedded | None:
-        """Look up in a block of the table, if one has all positions; else None."""
+        """Look up in the table, of few tokens; None across a border, where the longest position decides for all."""
         if position_ids.shape[1] > _FEW_TOKENS:
             return None
         positions = position_ids[0].tolist()
@@ -114,7 +114,7 @@ class RotaryTable(nn.Module):
             return None  # nobody else asks for it
         first, end = self._block(positions[0])
         if not all(first <= position < end for position in positions):
-            return None
+            return self._from_blocks(hidden, position_ids, *kind, **named) if len(positions) > 1 else None
         key = (first, hidden.dtype, *kind, *named.values())
         if key not in self._blocks:
             answer = self._asked(hidden, torch.arange(first, end)[None], *kind, **named)
@@ -128,6 +128,16 @@ class RotaryTable(nn.Module):
             return cosines[:, row : row + len(positions)], sines[:, row : row + len(positions)]
         rows = position_ids[0] - first
         return cosines[:, rows], sines[:, rows]
+
+    def _from_blocks(self, hidden: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> _Embedded | None:
+        """Look up each token in a block of its own."""
+        if len({self._border_behind(position) for position in position_ids[0].tolist()}) > 1:
+            return None
+        found = [self._looked_up(hidden, one, *kind, **named) for one in position_ids.split(1, dim=1)]
+        if any(one is None for one in found):
+            return None
+        cosines, sines = (torch.cat(parts, dim=1) for parts in zip(*cast("list[_Embedded]", found), strict=True))
+        return cosines, sines
 
     def _block(self, position: int) -> tuple[int, int]:
         """The half-open range of positions that are computed together with this one."""

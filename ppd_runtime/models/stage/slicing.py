@@ -114,7 +114,7 @@ class FinalHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`, which may be wide."""
-        return self._plain_logits(hidden) if self._is_plain else self._library_logits(hidden)
+        return self._plain_logits(hidden) if self.is_plain else self._library_logits(hidden)
 
     @property
     def module(self) -> nn.Module:
@@ -128,7 +128,7 @@ class FinalHead:
         """
         found = [getattr(self._norm, name, None) for name in ("variance_epsilon", "eps")]
         epsilon = next((number for number in found if isinstance(number, float)), None)
-        if epsilon is None or not self._is_plain:
+        if epsilon is None or not self.is_plain:
             return None
         probe = torch.linspace(-8, 8, self._model.config.hidden_size, device=self._model.device)
         weight = self._norm(torch.ones_like(probe)).float() * (1 + epsilon) ** 0.5
@@ -146,7 +146,7 @@ class FinalHead:
 
     @cached_property
     @torch.no_grad()
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether the model does nothing to states before its head and to logits after it."""
         model, dtype = self._model, states_dtype(self._model)
         if dtype != model.dtype:

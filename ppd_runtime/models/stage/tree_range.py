@@ -15,7 +15,7 @@ from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.models.stage.slots import node_slots
-from ppd_runtime.models.stage.trees import Part, PlacedTree, tree_of
+from ppd_runtime.models.stage.trees import Part, PlacedTree, TextRows, tree_of
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
 """Paths of the rows that a stage tries at its start: siblings, and tokens after them."""
@@ -30,10 +30,10 @@ class TreeRange:
     """A stage's layers for one request at a time; nodes have numbers. `another` serves a further request.
 
     Rows run together if that keeps their bits: in our own code, whose order of sums does not depend on the other rows,
-    and if the stage found it so at its start. Else each row runs as a pass of one token, over its text's entries in the
-    rows of their positions: its bits are ordinary decoding's, in every dtype and with every kernel. A trial alone would
-    not do: in bfloat16 most sums in another order round to the same number, so a trial may find no difference where a
-    text of some hundred tokens does.
+    and in passes padded to one number of rows (`RowsRange`), each if the stage found it so at its start. Else each row
+    runs as a pass of one token, over its text's entries in the rows of their positions: its bits are ordinary
+    decoding's, in every dtype and with every kernel. A trial alone would not do: in bfloat16 most sums in another order
+    round to the same number, so a trial may find no difference where a text of some hundred tokens does.
 
     A drafter may read states after several layers. These travel with the states that go from stage to stage: states
     are `[1, tokens, state_size]` then but for what stands before, the same tokens' hidden states after all layers of
@@ -66,16 +66,18 @@ class TreeRange:
         self.most_together = 1
         """Most rows that run together."""
         self._arena: RowArena | None = None
+        self._joins_texts, self._pads = False, stage.rows_of_a_pass is not None
         self._begin(StageCache([], 0))
-        arena = stage.arena(room) if stage.most_together(_PROMPT) is None else None
-        if arena and stage.compiles_chains(len(_TRIED)):
-            self._find_out_what_runs_together(arena)
+        if stage.most_together(_PROMPT) is None and stage.compiles_chains(len(_TRIED)):
+            arena = stage.arena(room)
+            if arena or self._pads:
+                self._find_out_what_runs_together(arena)
         self.begin(0)
 
     @property
     def joins_requests(self) -> bool:
         """Whether rows of several requests run together."""
-        return self._arena is not None or self._stage.rows_share_passes
+        return self._joins_texts or self._stage.rows_share_passes
 
     @property
     def only_chains(self) -> bool:
@@ -240,8 +242,8 @@ class TreeRange:
 
     def _parts(self, asked: Sequence["Asked"]) -> Iterator[Part]:
         """Parts that run together; a part's slots are ready until the next is asked for. The arena's come first."""
-        in_arena = [one for one in asked if one[0]._in_arena]
-        for group in (in_arena, *([one] for one in asked if not one[0]._in_arena)):
+        joined = [one for one in asked if one[0]._joins]
+        for group in (joined, *([one] for one in asked if not one[0]._joins)):
             for part in _cut(group, self.most_together):
                 yield self._of_several(part) if len(part) > 1 else part[0][0]._part(*part[0][1:])
 
@@ -252,17 +254,26 @@ class TreeRange:
         return inputs, self._slots.kept, tree_of(self._slots.rows(paths), self._stage.device)
 
     def _of_several(self, asked: Sequence["Asked"]) -> Part:
-        assert self._arena is not None
-        self._stage.turn_to(self._arena.cache)
-        trees, inputs = [], []
-        for stage, of_stage, paths in asked:
-            assert isinstance(stage._cache, ArenaCache)
-            tree = tree_of(stage._slots.rows(paths), self._stage.device)
-            trees.append(PlacedTree(tree, stage._slots.kept, stage._cache.rows.start, stage._cache.memory.order))
-            inputs.append(of_stage)
+        if self._arena:
+            self._stage.turn_to(self._arena.cache)
+        inputs = [of_stage for _, of_stage, _ in asked]
+        trees: Any = [stage._placed(paths) for stage, _, paths in asked]
         states = [of_stage for of_stage in inputs if isinstance(of_stage, Tensor)]
         tokens = [token for of_stage in inputs if not isinstance(of_stage, Tensor) for token in of_stage]
         return torch.cat(states, dim=1) if states else tokens, 0, trees
+
+    def _placed(self, paths: Sequence[Sequence[int]]) -> PlacedTree | TextRows:
+        """Nodes of this text in a pass over several texts' nodes."""
+        rows = self._slots.rows(paths)
+        if not isinstance(self._cache, ArenaCache):
+            return TextRows(self._cache, self._slots.kept, rows)
+        tree = tree_of(rows, self._stage.device)
+        return PlacedTree(tree, self._slots.kept, self._cache.rows.start, self._cache.memory.order)
+
+    @property
+    def _joins(self) -> bool:
+        """Whether rows may run with those of other texts."""
+        return self._joins_texts if self._pads else self._in_arena
 
     @property
     def _in_arena(self) -> bool:
@@ -278,7 +289,7 @@ class TreeRange:
         sizes = range(2, len(_TRIED) + 1)
         return all(self._stage.token_logits(states[:, :size]).equal(alone[:size]) for size in sizes)
 
-    def _find_out_what_runs_together(self, arena: RowArena) -> None:
+    def _find_out_what_runs_together(self, arena: RowArena | None) -> None:
         """Find how many rows, of one text or of several, a pass may have so that each keeps its own pass's bits.
 
         That is found out by comparing: a model may have attention that our code does not know.
@@ -291,9 +302,9 @@ class TreeRange:
             if not all(self._try([size, most - size]).equal(alone[-1]) for size in range(2, most + 1)):
                 self.most_together = 1
                 return
-        self._arena = arena
+        self._arena, self._joins_texts = arena, True
         if not all(map(self._leaves_two_texts_alone, _TRIED_TEXTS, alone)):
-            self._arena = None
+            self._arena, self._joins_texts = None, False
 
     def _leaves_two_texts_alone(self, text: int, alone: Tensor) -> bool:
         """Whether the tried rows of two texts, run in the same passes, have the states that they have alone."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.caches import PreallocatedLayer, StageCache
 from ppd_runtime.models.stage.row_order import RowOrder
 
 _Shape = TypeVar("_Shape", bound=Hashable)
@@ -152,10 +152,38 @@ class PlacedTree(NamedTuple):
         return self.first_row + max(self.position + self.tree.extent, self.order.extent)
 
 
-Part = tuple[list[int] | Tensor, int, TokenTree | Sequence[PlacedTree] | None]
+class TextRows(NamedTuple):
+    """Tokens after one of several texts, each with a cache of its own whose first rows are those of its positions."""
+
+    cache: StageCache
+    kept: int
+    """Tokens of the text before them."""
+    paths: Sequence[tuple[int, ...]]
+    """As those of a `TokenTree`."""
+
+    def own_rows(self) -> slice | Tensor:
+        """The cache's rows for the tokens' own entries."""
+        return _index([self.kept + path[-1] for path in self.paths])
+
+    def seen(self, path: Sequence[int], window: int | None) -> slice | Tensor:
+        """The cache's rows that the token at a path's end sees, itself the last."""
+        end, reach = self.kept + len(path), next((i for i, row in enumerate(path) if row != i), len(path))
+        start = 0 if window is None else max(end - window, 0)
+        if reach == len(path):
+            return slice(start, end)
+        return _index([*range(self.kept), *(self.kept + row for row in path)][start:])
+
+
+def _index(rows: list[int]) -> slice | Tensor:
+    """An index of these rows; where possible a slice, whose tensors are views."""
+    follows = rows == list(range(rows[0], rows[0] + len(rows)))
+    return slice(rows[0], rows[-1] + 1) if follows else torch.tensor(rows)
+
+
+Part = tuple[list[int] | Tensor, int, TokenTree | Sequence[PlacedTree] | Sequence[TextRows] | None]
 """Tokens that run together in a pass: ids, or hidden states `[1, tokens, hidden_size]`; the length of the text before
-them; and their tree, which needs compiled code, or None for one token. With trees of several texts in a row the length
-is 0."""
+them; and their tree, which needs compiled code or padded passes, or None for one token. With several texts in a row the
+length is 0."""
 
 
 def _made_once(make: Callable[[_Shape, torch.device], TokenTree]) -> Callable[[_Shape, torch.device], TokenTree]:

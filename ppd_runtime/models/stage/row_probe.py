@@ -1,0 +1,118 @@
+"""Whether rows may share passes here: whether a product's row depends on nothing but itself, in every shape of a model.
+
+The products are of pairs that cancel: each sum is 0 but for the rounding on the way, so the result shows the order in
+which a kernel adds, in bfloat16 too, which would round other results alike.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.chunks import library_masks_fit
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.row_attention import ROWS, can_attend_by_row, mixes_rows
+from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.stage.state_range import range_class
+from ppd_runtime.models.stage.wide import state_size
+
+_MOST_NUMBERS = 2**25
+"""Weights of a matrix that is tried; of larger ones fewer outputs."""
+_LANES = 64
+"""Numbers that PyTorch's loops over elements take at a time, at most; what is left over they compute in another way."""
+_OF_A_THREAD = 2**15
+"""Numbers for which PyTorch takes a further thread in such a loop."""
+
+
+def why_rows_cannot_share(model: PreTrainedModel, threads: int) -> str | None:
+    """Why rows of the model's passes on so many CPU threads cannot share the reading of weights; None if they can.
+
+    It depends on the model's configuration, its number format and this machine, and on no weights: all stages, and
+    ordinary decoding, find the same.
+    """
+    return _why_not_in_its_code(model) or _why_not_here(model, threads)
+
+
+def _why_not_in_its_code(model: PreTrainedModel) -> str | None:
+    if range_class(model.config) is not LayerRange:
+        return "its layers keep states, or attend in chunks of the text"
+    if state_size(model.config) != model.config.hidden_size:
+        return "its tokens' states are wider than one hidden state"
+    if not can_attend_by_row(model):
+        return f"its attention ({model.config._attn_implementation}) cannot be computed row by row"
+    if not library_masks_fit(model, 1):
+        return "its passes over one token need a mask"
+    return None
+
+
+def _why_not_here(model: PreTrainedModel, threads: int) -> str | None:
+    shapes, heads = _product_shapes(model), model.config.num_attention_heads
+    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
+    widths = {head_dim, *(outputs for outputs, _ in shapes)} | ({model.config.vocab_size} - _plain_head(model))
+    if odd := [width for width in sorted(widths) if not _has_whole_vectors(width, threads)]:
+        return f"{ROWS} rows of {odd[0]} numbers do not divide into vectors on {threads} threads"
+    for shape in sorted({*shapes, (model.config.vocab_size, model.config.hidden_size)}):
+        if not product_keeps_rows(*shape, model.dtype, model.device, torch.get_num_threads()):
+            return f"its products of {shape[1]} numbers with {shape[0]} outputs give a row other bits beside other rows"
+    return None
+
+
+def _plain_head(model: PreTrainedModel) -> set[int]:
+    """The vocabulary's size, if a model does nothing to its logits after the head."""
+    return {model.config.vocab_size} if FinalHead(model).is_plain else set()
+
+
+def _product_shapes(model: PreTrainedModel) -> set[tuple[int, int]]:
+    """Outputs and inputs of the layers' products over all rows of a pass."""
+    parts = (part for layer in model.model.layers for part in layer.children() if not mixes_rows(part))
+    return {(module.out_features, module.in_features) for module in _linears(parts)}
+
+
+def _linears(parts: Iterable[nn.Module]) -> Iterable[nn.Linear]:
+    return (module for part in parts for module in part.modules() if isinstance(module, nn.Linear))
+
+
+def _has_whole_vectors(width: int, threads: int) -> bool:
+    """Whether a loop over the elements of `ROWS` rows, on any number of threads up to so many, leaves nothing over."""
+    numbers = ROWS * width
+    shares = {-(-numbers // used) for used in range(1, min(threads, -(-numbers // _OF_A_THREAD)) + 1)}
+    return all(share % _LANES == 0 for share in {numbers, *shares})
+
+
+@lru_cache
+@torch.inference_mode()
+def product_keeps_rows(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
+    """Whether a row of a product over `ROWS` rows has the same bits in every place and beside all others.
+
+    `threads` are those that products use, for the record of what is known.
+    """
+    outputs = min(outputs, max(ROWS, _MOST_NUMBERS // inputs // ROWS * ROWS))
+    generator = torch.Generator().manual_seed(inputs)
+    order = torch.randperm(inputs - inputs % 2, generator=generator)
+    weight, rows = (_paired(number, inputs, order, generator) for number in (outputs, ROWS))
+    rows[:, : len(order) // 2] *= -1
+    weight, rows = (_in_order(part, order).to(device, dtype) for part in (weight, rows))
+    together = linear(rows[None], weight)[0]
+    for place in range(ROWS):
+        others = torch.randn(ROWS, inputs, generator=generator, dtype=torch.float32).to(device, dtype)
+        others[place] = rows[place]
+        alone = torch.zeros_like(rows)
+        alone[0] = rows[place]
+        turned = linear(rows.roll(place, 0)[None], weight)[0]
+        same = linear(others[None], weight)[0, place], linear(alone[None], weight)[0, 0]
+        if not (all(together[place].equal(found) for found in same) and turned.equal(together.roll(place, 0))):
+            return False
+    return True
+
+
+def _paired(number: int, inputs: int, order: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers `[number, inputs]` whose first half comes again; an odd one out is 0."""
+    half = torch.randn(number, len(order) // 2, generator=generator, dtype=torch.float32)
+    return torch.cat([half, half, half.new_zeros(number, inputs - len(order))], dim=1)
+
+
+def _in_order(part: Tensor, order: Tensor) -> Tensor:
+    return torch.cat([part[:, : len(order)][:, order], part[:, len(order) :]], dim=1)

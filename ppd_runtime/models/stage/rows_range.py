@@ -1,0 +1,134 @@
+"""A layer range whose passes all have the same number of rows, so that rows share the reading of weights.
+
+A product's kernel, and the order of its sums, follow from its shape. Passes of ordinary decoding have one token and as
+many rows without one as are missing, passes over several tokens have the same shape: a row has the same bits in both,
+if they depend neither on the other rows nor on its place. `row_probe` finds that out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, SomeLayersCache
+from ppd_runtime.models.stage.chunks import num_tokens
+from ppd_runtime.models.stage.compiled_passes import CompiledPasses
+from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.library_probe import shallow_copy
+from ppd_runtime.models.stage.row_attention import (
+    ROWS,
+    RowByRow,
+    RowsLayer,
+    RunningRows,
+    attend_by_row,
+    mixes_rows,
+    with_rows,
+)
+from ppd_runtime.models.stage.trees import TextRows, chain_of, token_tree
+
+
+class RowsRange(LayerRange):
+    """A `LayerRange` in the library's own code, each of whose passes has `ROWS` rows; prompts run as usual.
+
+    Attention and experts run row by row, and all other layers over all rows at once. More tokens take several passes.
+    """
+
+    rows_of_a_pass = ROWS
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        compiled: CompiledPasses | None = None,
+        first_layer: int = 0,
+        longest_in_chunks: int | None = None,
+    ) -> None:
+        if compiled:
+            raise ValueError("rows_share_weights with compiled passes: leave one of them out")
+        super().__init__(model, None, first_layer, longest_in_chunks)
+        attend_by_row(model)
+
+    def compiles_chains(self, tokens: int) -> bool:
+        """Whether a chain's tokens have the bits of their own passes: always."""
+        return True
+
+    def _run(
+        self,
+        first: int,
+        last: int,
+        inputs: list[int] | Tensor,
+        position: int,
+        in_prompt: bool = False,
+        tree: Any = None,
+    ) -> Tensor:
+        if in_prompt:
+            return super()._run(first, last, inputs, position, in_prompt)
+        if isinstance(tree, Sequence):
+            return self._run_texts(first, last, inputs, tree)
+        self.check_position(first, position)
+        paths = (tree or chain_of(num_tokens(inputs), self.device)).paths
+        return self._run_texts(first, last, inputs, [TextRows(self.cache, position, paths)])
+
+    def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
+        self.check_position(0, position)
+        paths = token_tree(tuple(parents), self.device).paths
+        return self._run_texts(0, self.num_layers, token_ids, [TextRows(self.cache, position, paths)])
+
+    @torch.inference_mode()
+    def _run_texts(self, first: int, last: int, inputs: list[int] | Tensor, texts: Sequence[TextRows]) -> Tensor:
+        hidden = self._here(inputs) if isinstance(inputs, Tensor) else self._embed(inputs)
+        parts = [self._run_padded(first, last, hidden[:, rows], some) for rows, some in _passes(texts)]
+        for text in texts:
+            for layer in text.cache.layers[first:last]:
+                layer.length = text.kept + len(text.paths)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _run_padded(self, first: int, last: int, hidden: Tensor, texts: Sequence[TextRows]) -> Tensor:
+        """One pass over at most `ROWS` rows, `[1, rows, hidden_size]`."""
+        rows, subset = RunningRows(texts, self.device), self._range(first, last)
+        places = [text.kept + len(path) - 1 for text in texts for path in text.paths]
+        feed = {
+            "inputs_embeds": _padded(hidden),
+            "position_ids": torch.tensor([places + places[:1] * (ROWS - len(places))], device=self.device),
+            CACHE_ARGUMENT: SomeLayersCache([RowsLayer(number, rows) for number in subset.numbers], subset.numbers),
+        }
+        states = with_rows(rows, lambda: subset.decoder(**feed, use_cache=True).last_hidden_state)
+        return states[:, : len(places)]
+
+    def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
+        """`[*tokens, vocab_size]` float32 logits, of `ROWS` tokens at a time."""
+        with torch.inference_mode():
+            parts = [self.head(_padded(some))[:, : some.shape[1]] for some in self._here(hidden).split(ROWS, dim=1)]
+            return torch.cat(parts, dim=1).view(*tokens, -1).float()
+
+    def _stand_in(self, number: int, layer: torch.nn.Module) -> torch.nn.Module:
+        mixing = {name: RowByRow(part) for name, part in layer.named_children() if mixes_rows(part)}
+        if mixing:
+            layer = shallow_copy(layer)
+            for name, part in mixing.items():
+                setattr(layer, name, part)
+        return super()._stand_in(number, layer)
+
+
+def _padded(hidden: Tensor) -> Tensor:
+    """States of `ROWS` rows, those without a token zeros."""
+    return pad(hidden, (0, 0, 0, ROWS - hidden.shape[1]))
+
+
+def _passes(texts: Sequence[TextRows]) -> list[tuple[slice, list[TextRows]]]:
+    """The texts' rows in passes of at most `ROWS`: which of all rows each has, and its texts."""
+    passes, start, some, room = list[tuple[slice, list[TextRows]]](), 0, list[TextRows](), ROWS
+    for text in texts:
+        done = 0
+        while done < len(text.paths):
+            part = text._replace(paths=text.paths[done : done + room])
+            some.append(part)
+            done, room = done + len(part.paths), room - len(part.paths)
+            if not room:
+                passes.append((slice(start, start + ROWS), some))
+                start, some, room = start + ROWS, [], ROWS
+    if some:
+        passes.append((slice(start, start + ROWS - room), some))
+    return passes
