@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.chunks import library_masks_fit
+from ppd_runtime.models.stage.decoder_parts import decoder_in
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.row_attention import ROWS, can_attend_by_row, mixes_rows
 from ppd_runtime.models.stage.slicing import FinalHead
@@ -67,7 +68,7 @@ def _plain_head(model: PreTrainedModel) -> set[int]:
 
 def _product_shapes(model: PreTrainedModel) -> set[tuple[int, int]]:
     """Outputs and inputs of the layers' products over all rows of a pass."""
-    parts = (part for layer in model.model.layers for part in layer.children() if not mixes_rows(part))
+    parts = (part for layer in decoder_in(model).layers for part in layer.children() if not mixes_rows(part))
     return {(module.out_features, module.in_features) for module in _linears(parts)}
 
 

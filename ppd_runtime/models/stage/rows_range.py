@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.caches import CACHE_ARGUMENT, SomeLayersCache
+from ppd_runtime.models.stage.caches import SomeLayersCache
 from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, shallow_copy
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import shallow_copy
 from ppd_runtime.models.stage.row_attention import (
     ROWS,
     RowByRow,
