@@ -173,8 +173,8 @@ class RuntimeConfig(Placed):
     with a model takes some ten seconds more, then its code is kept on disk. Tokens are those of `OrdinaryDecoding` with
     the same setting."""
     rows_share_weights: bool = False
-    """Pad every pass after the prompt to 8 rows, ordinary decoding's too, and run it uncompiled: requests and guesses
-    share the reading of weights, in any number format. Tokens are those of `OrdinaryDecoding` with the same setting."""
+    """Read weights once for guesses and requests, in any number format: passes are uncompiled and padded to 8 rows.
+    Tokens are those of `OrdinaryDecoding` with the same setting."""
     speculation: str = AUTO
     """When to guess: auto, always or never. Auto compares the time of a token without guesses, with guesses from the
     text's repetitions and with exit heads', and keeps what it finds. Always is for measuring match rates."""
