@@ -7,9 +7,10 @@ class RequestError(RuntimeError):
     """A request has failed: the model gives no numbers to choose a token by, say, or a worker does not take it."""
 
     @property
-    def is_of_the_form(self) -> bool:
-        """Whether the request's own form of texts has failed it, which the model and the workers cannot help."""
-        return str(self).startswith(_FORM)
+    def fault_of_form(self) -> str:
+        """How the request's own form of texts has failed it, which no model or worker can help; else empty."""
+        _, form, what = str(self).partition(_FORM)
+        return form + what
 
 
 def no_text(why: str) -> RequestError:

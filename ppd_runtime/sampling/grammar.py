@@ -123,16 +123,20 @@ def one_line_fault(text: str) -> str:
 
 @lru_cache(_MOST_KEPT)
 def _fault(form: Form) -> str:
-    found = _library_fault(in_library_form(form))
+    found = _library_fault(form)
     if not found:
         return ""
     place = _faulty_part(json.loads(form.text), found) if form.setting == "schema" else ""
     return f"at {place}: {one_line_fault(found)}" if place else one_line_fault(found)
 
 
-def _library_fault(grammar: str) -> str:
+def _library_fault(form: Form) -> str:
     from llguidance import LLMatcher
 
+    try:
+        grammar = in_library_form(form)
+    except ValueError as error:  # a schema that is not JSON, or no object
+        return str(error)
     is_error, found = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     return (found[0] or "cannot be compiled") if is_error else ""
 
@@ -147,7 +151,7 @@ def _faulty_part(schema: Any, fault: str) -> str:
             if trials > _MOST_TRIALS:
                 return ".".join(place)
             alone = {**own, **child} if isinstance(child, dict) else child
-            if _library_fault(in_library_form(Form("schema", json.dumps(alone)))) == fault:
+            if _library_fault(Form("schema", json.dumps(alone))) == fault:
                 place, part = [*place, *names], child
                 own = {} if names[0] in own else own  # a fault in a definition is found in it alone
                 break

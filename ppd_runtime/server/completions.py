@@ -93,7 +93,8 @@ class Service:
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
         self.check_model(asked.model)
-        self.admission.check_number(asked.number_of_prompts * asked.n, "prompt" if asked.n == 1 else "n")
+        most_are = "n" if asked.n > asked.number_of_prompts else "prompt"
+        self.admission.check_number(asked.number_of_prompts * asked.n, most_are)
         try:
             prompts = asked.prompts()
         except ValueError as error:
@@ -142,7 +143,7 @@ class Service:
             except ClientGone:
                 return Response(status_code=GONE)
             except RequestError as error:
-                if not error.is_of_the_form:
+                if not error.fault_of_form:
                     raise
                 raise asked.form_failed(error) from error
         if not wanted:
@@ -250,7 +251,7 @@ class EventStream(Response):
         except ApiError as error:  # the status is told already
             await tell(answer.failure(error))
         except RuntimeError as error:
-            if isinstance(error, RequestError) and error.is_of_the_form:
+            if isinstance(error, RequestError) and error.fault_of_form:
                 await tell(answer.failure(self._asked.form_failed(error)))
             else:
                 logger.error("request %s failed: %s", request_id, error)

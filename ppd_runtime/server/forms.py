@@ -50,7 +50,7 @@ class Formed(Hints):
 
     def form_failed(self, error: RequestError) -> ApiError:
         """The answer if the form that a request asked for cannot be followed to the end."""
-        return ApiError(400, f"{self._field}: {error}", self._field)
+        return ApiError(400, f"{self._field}: {error.fault_of_form}", self._field)
 
     @property
     def _field(self) -> str:

@@ -15,7 +15,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     """Check for Python's own int, as in settings that go to other processes and into files."""
     if isinstance(value, bool) or not isinstance(value, int):
         bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
-        raise ValueError(f"{name}={value!r}: give a whole number{bounds}")
+        raise ValueError(f"{name}={value!r:.200}: give a whole number{bounds}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: must be at least {least}")
     if most is not None and value > most:
@@ -25,7 +25,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 def check_whole(name: str, value: object, least: int) -> None:
     """A whole number of at least `least`, NumPy's too."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+        raise ValueError(f"{name}={value!r:.200}: give a whole number of at least {least}")
 
 
 def check_workers(k: int, workers: int | None) -> None:
@@ -39,21 +39,21 @@ def check_workers(k: int, workers: int | None) -> None:
 def check_share(name: str, value: object, below_one: bool = False) -> None:
     """A number from 0 to 1; with `below_one`, below 1."""
     if not _is_real(value) or not 0 <= value <= 1 or (below_one and value == 1):
-        raise ValueError(f"{name}={value!r}: give a number from 0 to {'below ' * below_one}1")
+        raise ValueError(f"{name}={value!r:.200}: give a number from 0 to {'below ' * below_one}1")
 
 
 def check_number(name: str, value: object, least: float = 0.0) -> None:
     """A finite number of at least `least`."""
     if not _is_real(value) or not least <= value < math.inf:
-        raise ValueError(f"{name}={value!r}: give a finite number of at least {least:g}")
+        raise ValueError(f"{name}={value!r:.200}: give a finite number of at least {least:g}")
     if value > _MOST:
-        raise ValueError(f"{name}={value!r}: give a number of at most {_MOST:g}")
+        raise ValueError(f"{name}={value!r:.200}: give a number of at most {_MOST:g}")
 
 
 def check_range(name: str, value: object, allowed: Callable[[float], bool], range_text: str) -> None:
     """A finite number of Python's own that is `allowed`; `range_text` says which are, such as "in (0, 1]"."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r}: give a number {range_text}")
+        raise ValueError(f"{name}={value!r:.200}: give a number {range_text}")
     if not (abs(value) <= sys.float_info.max and allowed(value)):
         raise ValueError(f"{name}={value}: must be finite and {range_text}")
 
@@ -61,7 +61,7 @@ def check_range(name: str, value: object, allowed: Callable[[float], bool], rang
 def check_bool(name: str, value: object) -> None:
     """True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: give True or False")
+        raise ValueError(f"{name}={value!r:.200}: give True or False")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
