@@ -138,9 +138,10 @@ class ToyStage:
     cache = SimpleNamespace(entry_shape=lambda last: (1, 1))
 
     layers_at_once = 1
+    states_dtype = torch.float32
 
     def __init__(self, model: ToyModel, num_layers: int) -> None:
-        self.model, self.num_layers = model, num_layers
+        self.model, self.num_layers, self.state_size = model, num_layers, model.config.hidden_size
         self.recorder = Recorder()
         self.begin(0)
 

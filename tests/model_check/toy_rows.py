@@ -13,14 +13,14 @@ from ppd_runtime.tracing.recorder import Recorder
 class ToyRows:
     """Layers `first` to `last` of a toy model; see `ppd_runtime.models.stage.tree_range.TreeRange`."""
 
-    layer_seconds, cache = ToyStage.layer_seconds, ToyStage.cache
+    layer_seconds, cache, states_dtype = ToyStage.layer_seconds, ToyStage.cache, ToyStage.states_dtype
     layer_passes = 0
     layers_at_once = 1
     most_together = 1
     cached_tokens = 0
 
     def __init__(self, model: ToyModel, first: int, last: int, trees: bool = False) -> None:
-        self.model, self.first, self.num_layers = model, first, last - first
+        self.model, self.first, self.num_layers, self.state_size = model, first, last - first, model.config.hidden_size
         self.joins_requests, self.only_chains = trees, not trees
         self.joins_heads = trees
         self.recorder = Recorder()

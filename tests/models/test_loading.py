@@ -198,7 +198,6 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
         (transformers.GPT2Config(n_embd=32, n_head=4), "(gpt2): a decoder with `model.layers`"),
         (transformers.BertConfig(**SMALL), "(bert): a decoder with `model.layers`"),
         (transformers.OPTConfig(**SMALL), "(opt): a decoder with `model.layers`"),
-        (transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "(mamba): a decoder with"),
         (transformers.JambaConfig(**SMALL), "(jamba): its layers cannot run one by one"),
         (transformers.CLIPConfig(), "(clip): a model around a text model (clip_text_model)"),
     ],

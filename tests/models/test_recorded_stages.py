@@ -50,6 +50,9 @@ class _Compiled:
         self._passes = LaunchedPasses(torch.device("cuda", 1))
         self._parts = [attention(gpus, False) for _ in range(num_layers)]
 
+    def runs_tree(self, tokens: int) -> bool:
+        return False
+
     @property
     def num_recorded(self) -> int:
         return self._passes.num_recorded
