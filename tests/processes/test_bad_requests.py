@@ -27,8 +27,12 @@ from worker_processes import worker_processes
 _IN_THE_NIGHT = int(os.environ.get("PPD_BAD_REQUESTS", "10000"))
 _AT_ONCE = 8
 _PATIENCE_S = 1.0  # for the answer to what is no whole request, before the client says that no more comes
-_MOST_MORE = {"MB": 50, "open files": 3, "threads": 8}
-"""What the server may hold at the end beyond what it held before; memory only after a warm-up that fills its caches."""
+_MOST_MORE = {"MB": 400, "open files": 3, "threads": 8}
+"""What the server and its workers may hold at the end beyond what they held before.
+
+Memory is compared after a long warm-up only. Each of the three processes keeps 64 compiled forms, of which one may take
+100 MB. In 28,000 requests they grew by 610 MB in all, in steps, with thousands of requests between two.
+"""
 _MOST_WARM = 500
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -66,7 +70,6 @@ def leave_nothing(served: Served, number: int) -> None:
     assert {name: one.pid for name, one in workers_of(served).items()} == workers, "none was restarted"
     assert "Traceback" not in served.log.read_text()
     grown = {what: after[what] - before[what] for what in _MOST_MORE if what != "MB" or warm == _MOST_WARM}
-    print(before, after)
     assert all(more <= _MOST_MORE[what] for what, more in grown.items()), (before, after)
     assert good(served) == texts
 
