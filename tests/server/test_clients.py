@@ -293,7 +293,7 @@ def test_instructor(client: openai.OpenAI, made: Made, check: Callable) -> None:
         result = made.noted(name, found.city)
         call.function.name = name  # instructor names it after the class
         messages += [
-            message.model_dump(exclude_none=True),
+            {"content": None} | message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": result},
         ]
     check(client.chat.completions.create(model=SMOLLM2, messages=messages, **GREEDY).choices[0].message.content)
