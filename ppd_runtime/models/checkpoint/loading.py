@@ -178,8 +178,13 @@ def _moved(model: PreTrainedModel, device: str, first: int) -> PreTrainedModel:
         _put(decoder, name, nn.Identity())
     model = model.to(device)
     for name, module in absent.items():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        kept = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+        for tensor in (
+            *module.parameters(),
+            *module.buffers(),
+        ):  # what no file has is for the bit probe
+            like = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+            tensor.data = like if id(tensor) in kept else tensor.data.to(device)
         _put(decoder, name, module)
     return model
 
