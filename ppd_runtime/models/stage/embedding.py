@@ -85,7 +85,7 @@ class _WideStates(Embedding):
 
     @property
     def table(self) -> None:
-        """None: a token's row is not all that the first layer needs."""
+        """There is no table (None): a token's row is not all that the first layer needs."""
 
     def __call__(self, token_ids: list[int]) -> Tensor:
         """`[1, tokens, numbers of a wide state]`."""

@@ -62,7 +62,7 @@ class RunningRows:
         return of_keys.transpose(0, 1)[None], of_values.transpose(0, 1)[None]
 
     def _seen_in(self, window: int | None) -> list[list[slice | Tensor]]:
-        """Of each text, what each of its rows sees in layers with such a window."""
+        """What each row of each text sees in layers with such a window."""
         if window not in self._seen:
             self._seen[window] = [[self._here(text.seen(path, window)) for path in text.paths] for text in self._texts]
         return self._seen[window]
