@@ -26,6 +26,7 @@ from ppd_runtime.cli.generate import (
 )
 from ppd_runtime.cli.options import Settings, takes
 from ppd_runtime.cli.typed import is_terminal, typed_at_terminal, typed_lines
+from ppd_runtime.host import available_cores
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.settings.fields import summary
@@ -43,13 +44,20 @@ _SAMPLING = options.sampling(
     temperature="the model's, or 0",
     seed="by chance",
 )
+_PLACE = options.group(
+    RuntimeConfig,
+    {**options.PLACE, "compile": "compile"},
+    given_only=True,
+    threads_per_worker="1; on one stage all cores, at most 4",
+)
+_MOST_THREADS = 4  # of one stage; more seldom read weights faster
 
 
 @takes(
     layout=LAYOUT,
     drafting=DRAFTING,
     swift=SWIFT,
-    place=options.COMPILED,
+    place=_PLACE,
     sampling=_SAMPLING,
 )
 def chat(
@@ -68,7 +76,12 @@ def chat(
     place: Settings,
     sampling: Settings,
 ) -> None:
-    """Talk with a model: answers are streamed, and /help lists what else there is."""
+    """Talk with a model: answers are streamed, and /help lists what else there is.
+
+    Without options for the layout or method it runs on one stage.
+    """
+    if method is options.PPD and exit_layer is None and not (layout or drafting or swift):
+        layout, place = {"stages": 1}, {"threads": min(available_cores(), _MOST_THREADS), **place}
     own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(chat):
         SamplingParams(**sampling)

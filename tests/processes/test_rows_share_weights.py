@@ -5,7 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from families.specimens import SPECIAL, SUPPORTED, Specimen
 from grids import nightly
+from models_for_tests import build_tokenizer
 
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, SamplingParams, decode
 from ppd_runtime.models.stage.bit_probe import output_hashes
@@ -35,9 +38,23 @@ def settings(request: pytest.FixtureRequest, model_folder: ModelFolder) -> Itera
 
 
 def test_texts_are_ordinary_decodings(settings: dict[str, object]) -> None:
-    """Each layout's, one request after the other and several at once."""
     ordinary = OrdinaryDecoding(**settings)
     assert isinstance(ordinary.stage, RowsRange)
+    _compare_layouts(ordinary, settings)
+
+
+@nightly
+@pytest.mark.parametrize("specimen", [*map(Specimen, SUPPORTED), *SPECIAL], ids=lambda specimen: specimen.name)
+def test_every_family(specimen: Specimen, tmp_path: Path) -> None:
+    """Whether its rows can share passes or not."""
+    specimen.build().to(torch.bfloat16).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    settings = shared(tmp_path, "bfloat16")
+    _compare_layouts(OrdinaryDecoding(**settings), settings)
+
+
+def _compare_layouts(ordinary: OrdinaryDecoding, settings: dict[str, object]) -> None:
+    """Each layout's texts with ordinary decoding's, one request after the other and several at once."""
     asked = [(prompt, params) for prompt in PROMPTS for params in SAMPLINGS]
     expected = [ordinary.generate(*one).token_ids for one in asked]
     for layout in LAYOUTS:
