@@ -95,7 +95,7 @@ PEERS: Mapping[str, Peer] = {
     "vllm": Peer(
         (
             *("env", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND={cores}"),
-            *("{python}", "-m", "vllm.entrypoints.cli.main", "serve", "{floats}", *_AT),
+            *("{python}", "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "{floats}", *_AT),
             *("--dtype", "{dtype}", "--max-model-len", "4096", "--no-enable-prefix-caching"),
         ),
         "vllm-cpu",
