@@ -175,7 +175,7 @@ def _folder_of_floats(file: Path) -> Path:
     """What transformers reads instead of the file; ValueError for a file of fewer bits."""
     info = describe(str(file))
     if info.weights:
-        raise ValueError(f"it reads floats, and {file.name} has {info.weights}: give a BF16 file")
+        raise ValueError(f"it reads floats, and {file.name} has fewer bits: give a BF16 file")
     return info.folder
 
 
