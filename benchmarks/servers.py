@@ -1,11 +1,13 @@
 """`ppd serve` beside other servers, on one GGUF file: the same greedy chats, several at once, free and with a schema.
 
     python -m benchmarks.servers --at-once 1,4,8,16 --rounds 3
+    python -m benchmarks.servers --model smollm2:BF16 --python vllm=VENV/bin/python
 
 Every server runs on all cores and has one thread for each, or a stage. All of them stay up, and one is asked at a time:
 each load goes to every server before the next load begins, as often as there are rounds. A server's texts are compared
 with its own answers to the same requests alone. Our servers keep no prompts' entries, since these requests repeat
 earlier ones. A server that does not start, for instance because it is not installed, is left out with its last words.
+transformers and vLLM read the folder of floats that `ppd_runtime` keeps for the file, so they need a file of floats.
 """
 
 import argparse
@@ -16,11 +18,11 @@ import json
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,7 +31,9 @@ from benchmarks.forms import SCHEMA
 from benchmarks.models import MODEL_HELP, model_folder
 from benchmarks.recording import Figures, environment, names, new_parser, positive, run, table_of, whole_numbers
 from benchmarks.serving import Known, Load, program
+from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.packages import packaged_file
+from ppd_runtime.settings.config import DTYPES
 
 FREE, FORMED = "no", "yes"
 PEOPLE = tuple(itertools.product(("Anna Berg", "Ivo Kern", "Mia Roth", "Tom Lind"), ("Oslo", "Bern", "Porto", "Turku")))
@@ -42,7 +46,9 @@ class Peer(NamedTuple):
     """A server that answers OpenAI's chats."""
 
     command: Sequence[str]
-    """With places for the model's file, its folder and name, a port, and the number of threads."""
+    """With places for the Python, the model's file or its folder of floats, a port, a dtype, and the threads."""
+    package: str = "ppd-runtime"
+    """The package that has it."""
     settings: Mapping[str, Any] = {}
     """Of each request besides the usual ones."""
     form: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -51,10 +57,16 @@ class Peer(NamedTuple):
     """What a stream ends with."""
 
 
+_AT = ("--host", "127.0.0.1", "--port", "{port}")
+
+
 def _ours(*options: str) -> Peer:
-    command = (sys.executable, "-m", "ppd_runtime.cli.entry", "serve", "--model", "{file}", "--port", "{port}")
-    form = {"type": "json_schema"}
-    return Peer((*command, *options), form=lambda schema: {**form, "json_schema": {"name": "it", "schema": schema}})
+    command = ("{python}", "-m", "ppd_runtime.cli.entry", "serve", "--model", "{file}", *_AT, "--dtype", "{dtype}")
+    return Peer((*command, *options), form=_json_schema)
+
+
+def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
 
 
 _ALONE = ("--prefix-cache-tokens", "0")
@@ -64,19 +76,30 @@ PEERS: Mapping[str, Peer] = {
     "ours-stages": _ours("--stages", "{threads}", *_ALONE),
     "llama.cpp": Peer(
         (
-            *(sys.executable, "-m", "llama_cpp.server", "--model", "{file}", "--port", "{port}", "--n_ctx", "4096"),
+            *("{python}", "-m", "llama_cpp.server", "--model", "{file}", *_AT, "--n_ctx", "4096"),
             *("--n_threads", "{threads}", "--n_threads_batch", "{threads}", "--logits_all", "false"),
             *("--interrupt_requests", "false"),  # else a request ends the one before it
         ),
+        "llama-cpp-python",
         {"repeat_penalty": 1.0},
         lambda schema: {"type": "json_object", "schema": schema},
     ),
     "transformers": Peer(
         (
-            *(sys.executable, "-m", "transformers.cli.transformers", "serve", "{folder}:{name}"),
-            *("--port", "{port}", "--device", "cpu"),
+            *("{python}", "-m", "transformers.cli.transformers", "serve", "{floats}", *_AT),
+            *("--device", "cpu", "--dtype", "{dtype}"),
         ),
+        "transformers",
         last=b"",
+    ),
+    "vllm": Peer(
+        (
+            *("env", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND={cores}"),
+            *("{python}", "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", "{floats}", *_AT),
+            *("--dtype", "{dtype}", "--max-model-len", "4096", "--no-enable-prefix-caching"),
+        ),
+        "vllm-cpu",
+        form=_json_schema,
     ),
 }
 """By name, in the order in which they start and are asked."""
@@ -92,13 +115,14 @@ def measure(options: argparse.Namespace) -> Figures:
         for name in (one for one in PEERS if one in options.engines):
             _note(f"{name} starts")
             try:
-                urls[name] = stack.enter_context(_started(PEERS[name], file))
+                urls[name] = stack.enter_context(_started(name, file, options))
                 texts |= _answers_alone(urls[name], name, options.tokens)
             except (ValueError, OSError) as error:
                 left_out[name] = str(error).strip().splitlines()[-1]
         loads = _loads(options, urls, texts)
     rows = [_row(*key, found) for key, found in loads.items()]
-    return {"file": file.name, "rows": rows, "left_out": left_out, "versions": _versions()}
+    about = {"file": file.name, "dtype": options.dtype, "versions": _versions(urls, options)}
+    return {**about, "rows": rows, "left_out": left_out}
 
 
 def _loads(
@@ -132,16 +156,31 @@ def _answers_alone(url: str, name: str, tokens: int) -> dict[tuple[str, str], li
 
 
 @contextlib.contextmanager
-def _started(peer: Peer, file: Path) -> Iterator[str]:
+def _started(name: str, file: Path, options: argparse.Namespace) -> Iterator[str]:
     """A server that listens at the URL, until the block ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    cores = os.sched_getaffinity(0)
-    places = {"file": file, "folder": file.parent, "name": file.name, "port": port, "threads": len(cores)}
+    cores, peer = os.sched_getaffinity(0), PEERS[name]
+    places = {"python": _python(name, options), "file": file, "port": port, "dtype": options.dtype}
+    places |= {"threads": len(cores), "cores": ",".join(map(str, sorted(cores)))}
+    if "{floats}" in peer.command:
+        places["floats"] = _folder_of_floats(file)
     command = [part.format(**places) for part in peer.command]
     with program(command, cores, lambda log: _if_it_answers(f"http://127.0.0.1:{port}")) as found:
         yield found.url
+
+
+def _folder_of_floats(file: Path) -> Path:
+    """What transformers reads instead of the file; ValueError for a file of fewer bits."""
+    info = describe(str(file))
+    if info.weights:
+        raise ValueError(f"it reads floats, and {file.name} has fewer bits: give a BF16 file")
+    return info.folder
+
+
+def _python(name: str, options: argparse.Namespace) -> str:
+    return dict(options.python).get(name, sys.executable)
 
 
 def _if_it_answers(url: str) -> str | None:
@@ -186,12 +225,13 @@ def _row(form: str, at_once: int, name: str, loads: Sequence[Load]) -> Figures:
     }
 
 
-def _versions() -> dict[str, str]:
+def _versions(names: Iterable[str], options: argparse.Namespace) -> dict[str, str]:
+    """Each package's version, as its own Python knows it."""
     found = {}
-    for package in ("llama-cpp-python", "transformers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    for package, python in {PEERS[name].package: _python(name, options) for name in names}.items():
+        code = f"import importlib.metadata as m; print(m.version({package!r}))"
+        found[package] = subprocess.run([python, "-c", code], check=False, capture_output=True, text=True).stdout
+    return {package: number.strip() for package, number in found.items() if number}
 
 
 def table(figures: Figures) -> str:
@@ -200,7 +240,8 @@ def table(figures: Figures) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in {**where["versions"], **figures["versions"]}.items())
     said = f"{datetime.date.today()}, {where['machine']}, commit {where['commit'] or 'unknown'}; {versions}."
     rows = [{**row, **{name: _percentiles(row[name]) for name in ("first_ms", "gaps_ms")}} for row in figures["rows"]]
-    heads = {"form": "schema", "at_once": "at once", "server": figures["file"], "tokens_per_second": "tokens/s"}
+    what = f"{figures['file']}, dtype {figures['dtype']}"
+    heads = {"form": "schema", "at_once": "at once", "server": what, "tokens_per_second": "tokens/s"}
     heads |= {"first_ms": "first token, ms: p50, p99", "gaps_ms": "between tokens, ms: p50, p99"}
     left_out = "".join(f"\n- {name} is left out: {why}" for name, why in figures["left_out"].items())
     return f"{said}\n\n{table_of(rows, **heads, right='texts as alone')}\n{left_out}".rstrip()
@@ -213,11 +254,21 @@ def _percentiles(values: Sequence[float]) -> str | None:
     return f"{cuts[49]:.3g}, {cuts[98]:.3g}"
 
 
+def _peer_python(text: str) -> tuple[str, str]:
+    """An option's server and the Python that it runs in."""
+    name, _, path = text.partition("=")
+    if name not in PEERS or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=PATH, NAME one of {', '.join(PEERS)}, PATH a Python")
+    return name, path
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = new_parser(__doc__)
     found.add_argument("--model", default="smollm2", help=MODEL_HELP)
     found.add_argument("--engines", type=names(PEERS), default=list(PEERS), help=f"some of: {', '.join(PEERS)}")
+    found.add_argument("--python", type=_peer_python, action="append", default=[], help="a server's own: NAME=PATH")
+    found.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and passes; not llama.cpp's")
     found.add_argument("--at-once", type=whole_numbers, default=[1, 4, 8, 16], help="loads, with commas")
     found.add_argument("--requests", type=positive, default=4, help="of each load, at least one for each client")
     found.add_argument("--tokens", type=positive, default=48, help="of an answer, at the most")
