@@ -215,7 +215,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """What heads ask of a decoder's output."""
 
     shared_kv_states: Any = None
-    cache_params: Any = None
+    cache_params = None  # no field: a library that renamed it would warn of it
 
 
 def _end_of(model: PreTrainedModel) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT
 from ppd_runtime.models.trained.published_network import EMBEDDING, HEAD, PublishedDrafter, PublishedNetwork
 
 
@@ -58,7 +59,7 @@ class DFlashNetwork(PublishedNetwork):
         masks = self.masks(full, sliding, torch.full_like(rows, certain - 1))
         turn = self.rotary(hidden, rows[None])
         for layer, kind in zip(self.layers, self.kinds, strict=True):
-            hidden = layer(hidden, attention_mask=masks[kind], past_key_values=cache, position_embeddings=turn)
+            hidden = layer(hidden, attention_mask=masks[kind], position_embeddings=turn, **{CACHE_ARGUMENT: cache})
         return self.log_chances(self.norm(hidden if self.fields["sample_from_anchor"] else hidden[:, 1:]))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT
 from ppd_runtime.models.trained.published_network import PublishedDrafter, PublishedNetwork
 
 _AT_ONCE = 512  # certain tokens in a pass: masks grow by their number
@@ -58,7 +59,7 @@ class Eagle3Network(PublishedNetwork):
 
         `before` are the states that they go on from themselves; positions are `[tokens]`.
         """
-        told = {"past_key_values": cache, "position_embeddings": self.rotary(before, places[None])}
+        told = {CACHE_ARGUMENT: cache, "position_embeddings": self.rotary(before, places[None])}
         layer, normed = self.layers[0], self.layers[0].hidden_norm(before)
         beside = torch.cat([layer.input_layernorm(self.embedded(tokens)), normed], dim=-1)
         hidden = layer.self_attn(hidden_states=beside, attention_mask=masks[self.kinds[0]], **told)[0]

@@ -22,7 +22,7 @@ from ppd_runtime.models.checkpoint.config import model_config, weight_files
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.loading import load_layer
-from ppd_runtime.models.stage.decoder_parts import decoder_in, final_norm
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, decoder_in, final_norm
 from ppd_runtime.models.stage.embedding import Embedding
 from ppd_runtime.models.stage.library_probe import kept_by_layers
 
@@ -192,8 +192,8 @@ class MtpNetwork(nn.Module):
             hidden,
             attention_mask=mask,
             position_ids=places[None],
-            past_key_values=cache,
             position_embeddings=self.rotary(hidden, places[None]),
+            **{CACHE_ARGUMENT: cache},
         )
         return self.norm(found[0] if isinstance(found, tuple) else found)
 
