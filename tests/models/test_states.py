@@ -224,7 +224,7 @@ def test_messages_in_any_order(folder_of: Callable[[str], Path], family: str, se
     """In both layouts: with processes that wait for nothing or never answer, the states are those of the text."""
     bench, prompt = Bench.of(folder_of(family)), TEXT[: 9 + seed % 5]
     params = replace((GREEDY, SAMPLED_PARAMS)[seed % 2], max_new_tokens=8)
-    expected, impatience = bench.ordinary(prompt, params), (seed % 3) / 4
+    expected, impatience = bench.ordinary(prompt, params), 0.15 * (seed % 3)  # at half, no stage ever gets its token
     same(bench.staged(prompt, params, (1, 3), k=2, rows=3, seed=seed, impatience=impatience), expected)
     for layout in ({"k": 3, "lost": (2,)}, {"k": 3, "workers": 2}, {"k": 1, "run_ahead": True}):
         same(bench.pipelined(prompt, params, exit_layer=2, seed=seed, impatience=impatience, **layout), expected)
