@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.checkpoint.config import entry_size, layer_number, model_config, skeleton_of, weight_files
+from ppd_runtime.models.checkpoint.config import (
+    entry_size,
+    layer_number,
+    model_config,
+    skeleton_of,
+    unlike_layers,
+    weight_files,
+)
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.checkpoint.quantisable import HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.quantised import FORMAT_OF_HEAD
@@ -54,8 +61,9 @@ def drafter_needs(spec: WorkerSpec) -> DrafterNeeds:
 
 def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of one token's key and value in a layer's cache; if layers differ, in the largest one."""
-    if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
-        return int((rank + config.qk_rope_head_dim) * dtype.itemsize)
+    if getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
+        latent = max(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in unlike_layers(config))
+        return int((latent + (getattr(config, "index_head_dim", None) or 0)) * dtype.itemsize)
     heads, key = entry_size(config)
     return int(heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
 

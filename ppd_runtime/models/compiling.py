@@ -16,8 +16,7 @@ from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import ModelInfo
 from ppd_runtime.models.native.library import is_available, is_float32_on_cpu, load, load_meanwhile
 from ppd_runtime.models.pass_kinds import PassKind, head_rows
-from ppd_runtime.models.stage.library_probe import has_chunks, has_states
-from ppd_runtime.models.stage.wide import is_wide
+from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
 
 logger = logging.getLogger(__name__)
 VARIABLE = "PPD_COMPILE"
@@ -103,16 +102,8 @@ def compile_ahead(
         raise ValueError(
             f"compile: layers of {info.name!r} keep a recurrent state and run in the library's code; leave compile out"
         )
-    if has_chunks(config):
-        raise ValueError(
-            f"compile: layers of {info.name!r} attend in chunks of the text and run in the library's code; "
-            "leave compile out"
-        )
-    if is_wide(config):
-        raise ValueError(
-            f"compile: layers of {info.name!r} read more of a token than a hidden state and run in the library's code; "
-            "leave compile out"
-        )
+    if what := runs_in_library(config):
+        raise ValueError(f"compile: layers of {info.name!r} {what} and run in the library's code; leave compile out")
     parts = dict[int, list[CodePart]]()
     for kind in {*passes, PassKind.HEAD}:
         if (rows := head_rows(kind)) is None:

@@ -12,7 +12,7 @@ from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
-from ppd_runtime.models.stage.library_probe import has_chunks, has_states
+from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
 from ppd_runtime.models.stage.wide import is_wide
 
 _HEAD = """# Families
@@ -109,9 +109,9 @@ def without(specimen: Specimen) -> str:
 
 def _reasons(specimen: Specimen) -> list[str]:
     config = specimen.config()
-    reasons = ["compile: its layers attend in chunks of the text"] if has_chunks(config) else []
-    if is_wide(config):
-        reasons.append("compile, kangaroo, training: its layers read more of a token than a hidden state")
+    what = runs_in_library(config)
+    users = "compile, kangaroo, training" if is_wide(config) else "compile"
+    reasons = [f"{users}: its layers {what}"] if what else []
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         try:

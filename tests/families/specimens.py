@@ -58,6 +58,10 @@ _NEMOTRON = {"layers_block_type": ["linear_attention", "full_attention", "moe", 
 _NEMOTRON |= {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
 _NEMOTRON |= {"moe_shared_expert_intermediate_size": 16}
 _MAMBA_1 = {"state_size": 8, "intermediate_size": 64}
+_INDEX = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
+_DOTS = _INDEX | {"sliding_window": 5, "shared_experts_intermediate_size": 16, "head_dim": 16, "swa_head_dim": 16}
+_DOTS |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 24}
+_DOTS |= {"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _GEMMA_4 = {"global_head_dim": 2 * HEAD_DIM, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB_SIZE}
@@ -70,6 +74,7 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_types": _RECURRENT},
     "bamba": _MAMBA | {"attn_layer_indices": [1, 3]},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "dots3_note_text": _DOTS,
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     **dict.fromkeys(("falcon_mamba", "mamba"), _MAMBA_1),
     "gemma3n_text": _GEMMA_3N,
@@ -83,6 +88,7 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "lfm3": _CONVOLUTIONS,
     "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "intermediate_size_mlp": 64, "moe_layers": [1, 3]}
     | {"no_rope_layer_interval": 2, "num_experts_per_tok": 1},
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _INDEX),
     "mamba2": {"head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "nemotron_h": _NEMOTRON,
     "olmo_hybrid": _DELTA | {"layer_types": _RECURRENT},
@@ -91,14 +97,15 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
 """What a family needs besides, where the common shape is refused."""
 
 _SUPPORTED = """
-    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
-    deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo flint
-    gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss
-    granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe
-    lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-    mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1
+    falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
+    kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
+    phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
@@ -280,6 +287,9 @@ SPECIAL: tuple[Specimen, ...] = (
     Specimen("gemma4_unified_text", "shared keys", {"num_kv_shared_layers": 2}),
     Specimen("llama4_text", "chunks of 16", {"attention_chunk_size": 16}),
     Specimen("llama4_text", "no experts, no norms of queries", {"moe_layers": [], "use_qk_norm": False}),
+    Specimen("deepseek_v32", "an index that takes 16 tokens", {"index_topk": 16}),
+    Specimen("glm_moe_dsa", "an index that takes one token", {"index_topk": 1}),
+    Specimen("dots3_note_text", "an index in each layer", {"layer_types": ["indexed_attention"] * NUM_LAYERS}),
     Specimen("nemotron_h", "an expert's latent size", {"moe_latent_size": 16}),
     Specimen("mamba2", "states that are added in their own dtype", {"residual_in_fp32": False}),
     Specimen("nemotron_h", "a layer first that keeps nothing", {"layers_block_type": _KEPT_LAST}),

@@ -117,7 +117,8 @@ def test_the_guide_is_what_is_written() -> None:
     ("family", "settings", "reason"),
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
-        ("deepseek_v32", {}, "an index, whose own keys"),
+        ("qwen4_exp_text", {}, "an index, whose own keys"),
+        ("hy_v4", {}, "that another layer has chosen"),
         ("longcat_flash", {}, "attends twice"),
         ("llama", {"layer_types": ["chunked_attention"] * 32, "attention_chunk_size": 5}, "than their caches say"),
         ("nanochat", {}, "cannot be cut"),

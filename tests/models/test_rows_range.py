@@ -109,15 +109,17 @@ def test_it_computes_what_the_library_does(family: str, model_folder: ModelFolde
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "llama4_text"])
-def test_layers_that_cannot_share(family: str) -> None:
-    model = Specimen(family).build()
-    assert why_rows_cannot_share(model, 1) == "its layers keep states, or attend in chunks of the text"
-
-
-def test_wide_states() -> None:
-    model = Specimen("gemma3n_text").build()
-    assert why_rows_cannot_share(model, 1) == "its tokens' states are wider than one hidden state"
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_next", "keep a recurrent state"),
+        ("llama4_text", "attend in chunks of the text"),
+        ("deepseek_v32", "choose the tokens that they attend to by an index"),
+        ("gemma3n_text", "read more of a token than a hidden state"),
+    ],
+)
+def test_layers_that_cannot_share(family: str, reason: str) -> None:
+    assert why_rows_cannot_share(Specimen(family).build(), 1) == f"its layers {reason}"
 
 
 def test_widths_that_leave_numbers_over(model_folder: ModelFolder) -> None:

@@ -107,6 +107,8 @@ def _untold_inputs(config: PretrainedConfig) -> str | None:
     """What layers would need besides hidden states and what their own tokens have left; None: nothing known."""
     if getattr(config, "use_bidirectional_attention", None) in ("all", True):
         return "a token attends to later tokens too, so a text cannot be continued token by token"
+    if "shared" in (getattr(config, "indexer_types", None) or ()):
+        return "some layers attend to the tokens that another layer has chosen, which may be in another stage"
     if getattr(config, "num_layers", None) and config.num_hidden_layers == 2 * config.num_layers:
         return "each of its layers attends twice and keeps two sets of keys and values"
     return None

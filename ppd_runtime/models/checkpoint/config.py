@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,6 @@ def heavy_length(folder: Path, dtype: torch.dtype) -> float:
 
 def entry_size(config: PretrainedConfig) -> tuple[int, int]:
     """Heads of a layer's keys and numbers of a head; of the largest layer, if layers differ; 0 without attention."""
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
     def of(layer: PretrainedConfig) -> tuple[int, int]:
         if not (heads := getattr(layer, "num_attention_heads", 0)):
@@ -111,7 +110,13 @@ def entry_size(config: PretrainedConfig) -> tuple[int, int]:
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         return getattr(layer, "num_key_value_heads", None) or heads, head_dim
 
-    return max(map(of, layers), key=math.prod)
+    return max(map(of, unlike_layers(config)), key=math.prod)
+
+
+def unlike_layers(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """Each layer's configuration, if layers differ; else that of all."""
+    each: Sequence[PretrainedConfig] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+    return each or [config]
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:

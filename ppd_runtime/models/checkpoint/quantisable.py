@@ -14,8 +14,8 @@ from ppd_runtime.models.stage.decoder_parts import decoder_in, decoder_name, emb
 from ppd_runtime.settings.config import GGUF
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_READ_BY_CODE = ".dt_proj.weight"
-"""Jamba multiplies by these weights without calling their layer."""
+_READ_BY_CODE = ".dt_proj.weight", ".indexer.weights_proj.weight"
+"""Jamba multiplies by these weights without calling their layer; indexes take their number format."""
 
 
 def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> None:

@@ -134,6 +134,12 @@ class SomeLayersCache(Cache):
         """Whether the layer that the model knows as `layer_idx` is one of these."""
         return layer_idx in self._places
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Append index keys to the layer that the model knows as `layer_idx`, see `IndexedLayer`."""
+        layer: Any = self.layers[self._places[layer_idx]]
+        found: Tensor = layer.update_indexer(indexer_key_states)
+        return found
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the layer that the model knows as `layer_idx`; where there is none, in the first of these.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.decoder_parts import decoder_in
-from ppd_runtime.models.stage.library_probe import attention_masks, kept_by_layers, without_weights
+from ppd_runtime.models.stage.library_probe import attention_masks, kept_by_layers, most_chosen, without_weights
 from ppd_runtime.models.stage.rotary import RotaryTable
 from ppd_runtime.models.stage.state_probe import chunks_start_from_states
 from ppd_runtime.models.stage.states import new_cache
@@ -58,9 +58,10 @@ def part_of(inputs: list[int] | Tensor, chunk: range) -> list[int] | Tensor:
 def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int | None:
     """The longest prompt that chunks compute like one pass, but for rounding; None: any.
 
-    Two things make a token's result depend on later tokens of its pass: a rotary table chosen by the longest position,
-    as in long-RoPE, and code that overlooks a window that the cache keeps. And some kernels begin a pass over several
-    tokens without the recurrent state before it.
+    Three things make a token's result depend on later tokens of its pass: a rotary table chosen by the longest
+    position, as in long-RoPE; code that overlooks a window that the cache keeps; and an index, whose choice among equal
+    scores depends on how many tokens there are. And some kernels begin a pass over several tokens without the recurrent
+    state before it.
 
     Args:
         model: it has a layer of each kind; it may be on the meta device.
@@ -68,11 +69,12 @@ def longest_in_chunks(model: PreTrainedModel, most_positions: int | None) -> int
     """
     if not library_masks_fit(model, SEVERAL_ROWS) or not chunks_start_from_states(model):
         return 0
-    rotary = getattr(without_weights(model)[0], "rotary_emb", None)
+    rotary, longest = getattr(without_weights(model)[0], "rotary_emb", None), most_chosen(model.config)
     if rotary is None:
-        return None
+        return longest
     table = RotaryTable(rotary, most_positions)
-    return table.most_together(0) if table.knows_borders else 0
+    ends = [end for end in (table.most_together(0), longest) if end is not None]
+    return min(ends, default=None) if table.knows_borders else 0
 
 
 @torch.inference_mode()

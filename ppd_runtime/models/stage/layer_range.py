@@ -334,7 +334,7 @@ class LayerRange(HeldSequence):
         tree: TokenTree | None = None,
         in_prompt: bool = False,
     ) -> Tensor:
-        return self._call(self._range(first, last), inputs, position, places, tree, in_prompt)
+        return self._call(self._range(first, last), inputs, position, places, tree, in_prompt=in_prompt)
 
     def _range(self, first: int, last: int) -> LayerSubset:
         if (first, last) not in self._ranges:

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel,
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, cache_argument, decoder_in, final_norm, shallow_copy
-from ppd_runtime.models.stage.wide import argument_names, pass_states_on, with_own_caches
+from ppd_runtime.models.stage.wide import argument_names, is_wide, pass_states_on, with_own_caches
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
 """Caches of keys and values by position, and nothing else."""
@@ -27,6 +27,8 @@ _WITH_STATES = {
 """Caches of a recurrent state, and whether they have keys and values by position too."""
 
 
+_INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)
+"""Caches of keys and values by position, and of an index' keys."""
 _CHUNKED = "chunked_attention"
 """A kind of layer by the library's name; its cache is that of a window."""
 
@@ -55,6 +57,9 @@ class Kept(NamedTuple):
     chunked: bool = False
     """Whether a token attends only within its own chunk of the text, of `window` tokens; chunks start at position 0."""
 
+    index_size: int = 0
+    """Numbers of a token's key in the index by which the layer chooses the tokens that it attends to; 0: no index."""
+
     @property
     def is_plain(self) -> bool:
         """Whether it keeps keys and values, and nothing else."""
@@ -78,6 +83,20 @@ def has_chunks(config: PretrainedConfig) -> bool:
     return any(layer.chunked for layer in kept_by_layers(config))
 
 
+def most_chosen(config: PretrainedConfig) -> int | None:
+    """To how many tokens a token attends at most, where layers choose them by an index; None without an index."""
+    return int(config.index_topk) if any(layer.index_size for layer in kept_by_layers(config)) else None
+
+
+def runs_in_library(config: PretrainedConfig) -> str | None:
+    """What layers do that only the library's code does; None where they do no such thing."""
+    if is_wide(config):
+        return "read more of a token than a hidden state"
+    if has_chunks(config):
+        return "attend in chunks of the text"
+    return None if most_chosen(config) is None else "choose the tokens that they attend to by an index"
+
+
 def has_states(config: PretrainedConfig) -> bool:
     """Whether a layer keeps a recurrent state, or nothing, as such models' layers without attention do."""
     return not all(layer.is_plain for layer in kept_by_layers(config))
@@ -96,7 +115,8 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
         plain = {kind for kind, layer in known.items() if layer in _PLAIN or layer in _WITH_STATES}
         raise _no_plain_cache({*config.layer_types} - plain) from error
     kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    known_layers = {*_PLAIN, *_WITH_STATES}
+    index = getattr(config, "index_head_dim", None) or 0
+    known_layers = {*_PLAIN, *_WITH_STATES, *([_INDEXED] if index else [])}
     with_cache = [(kind, layer) for kind, layer in zip(kinds, layers, strict=False) if kind not in _WITHOUT_CACHE]
     if odd := {str(kind) for kind, layer in with_cache if type(layer) not in known_layers}:
         raise _no_plain_cache(odd)
@@ -105,7 +125,13 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
     return [
         Kept(None, entries=False)
         if kind in _WITHOUT_CACHE
-        else Kept(window, _WITH_STATES.get(type(layer), True), type(layer) in _WITH_STATES, kind == _CHUNKED)
+        else Kept(
+            window,
+            _WITH_STATES.get(type(layer), True),
+            type(layer) in _WITH_STATES,
+            kind == _CHUNKED,
+            index if type(layer) is _INDEXED else 0,
+        )
         for window, layer, kind in zip(windows, layers, kinds, strict=False)
     ]
 

@@ -1,11 +1,14 @@
-"""A layer range whose attention counts positions by its cache: the tokens of a tree run path by path."""
+"""A layer range whose attention depends on the places in its cache: the tokens of a tree run path by path."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.indexed import choosing_alone
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.library_probe import kept_by_layers
 from ppd_runtime.models.stage.states import new_cache
@@ -13,11 +16,20 @@ from ppd_runtime.models.stage.trees import token_tree
 
 
 class PathRange(LayerRange):
-    """A `LayerRange` with layers that attend in chunks of the text; it has no compiled code.
+    """A `LayerRange` with layers that attend in chunks of the text, or by an index; it has no compiled code.
 
-    The library's code takes a token's position from how many tokens the cache holds, so two candidates of one position
-    cannot run in one pass. Each token of a tree runs alone behind its path, and so has the bits of its own pass.
+    With chunks the library's code takes a token's position from how many tokens the cache holds; an index chooses among
+    all of them. So two candidates of one position cannot run in one pass. Each token of a tree runs alone behind its
+    path, and so has the bits of its own pass.
     """
+
+    _in_prompt = False
+
+    def behind(self, part: PreTrainedModel) -> LayerRange:
+        """See `LayerRange.behind`."""
+        stage = type(self)(part, longest_in_chunks=self._longest_in_chunks)
+        stage.recorder = self.recorder
+        return stage
 
     def _find_windows(self) -> list[int | None]:
         self._kept = kept_by_layers(self.model.config)
@@ -25,6 +37,13 @@ class PathRange(LayerRange):
 
     def _new_cache(self, capacity: int) -> StageCache:
         return new_cache(self._kept, capacity, self.first_layer, self.model.dtype, moves=False)
+
+    def _call(self, *arguments: Any, **named: Any) -> Tensor:
+        self._in_prompt = named.get("in_prompt", False)
+        return super()._call(*arguments, **named)
+
+    def _stand_in(self, number: int, layer: nn.Module) -> nn.Module:
+        return super()._stand_in(number, choosing_alone(layer, lambda: self._in_prompt))
 
     def _run_tree(self, token_ids: list[int], parents: Sequence[int], position: int) -> Tensor:
         self.check_position(0, position)

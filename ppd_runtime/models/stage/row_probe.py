@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 
 from ppd_runtime.models.stage.chunks import library_masks_fit
 from ppd_runtime.models.stage.decoder_parts import decoder_in
-from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
 from ppd_runtime.models.stage.row_attention import ROWS, can_attend_by_row, mixes_rows
 from ppd_runtime.models.stage.slicing import FinalHead
-from ppd_runtime.models.stage.state_range import range_class
-from ppd_runtime.models.stage.wide import state_size
 
 _MOST_NUMBERS = 2**25
 """Weights of a matrix that is tried; of larger ones fewer outputs."""
@@ -38,10 +36,10 @@ def why_rows_cannot_share(model: PreTrainedModel, threads: int) -> str | None:
 
 
 def _why_not_in_its_code(model: PreTrainedModel) -> str | None:
-    if range_class(model.config) is not LayerRange:
-        return "its layers keep states, or attend in chunks of the text"
-    if state_size(model.config) != model.config.hidden_size:
-        return "its tokens' states are wider than one hidden state"
+    if has_states(model.config):
+        return "its layers keep a recurrent state"
+    if what := runs_in_library(model.config):
+        return f"its layers {what}"
     if not can_attend_by_row(model):
         return f"its attention ({model.config._attn_implementation}) cannot be computed row by row"
     if not library_masks_fit(model, 1):

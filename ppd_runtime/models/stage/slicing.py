@@ -34,8 +34,12 @@ class LayerSet:
 
 
 class _NoAttention(nn.Module):
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return torch.zeros_like(hidden_states), None
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self._beside = (None, None) if hasattr(attention, "skip_topk") else (None,)  # what an index has chosen, too
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
+        return torch.zeros_like(hidden_states), *self._beside
 
 
 class _NoMLP(nn.Module):
@@ -50,7 +54,7 @@ def without(layer: nn.Module, *, attention: bool = False, mlp: bool = False) -> 
     """
     twin = shallow_copy(layer)
     if attention:
-        twin.self_attn = _NoAttention()
+        twin.self_attn = _NoAttention(layer.self_attn)
     if mlp:
         twin.mlp = _NoMLP()
     return twin

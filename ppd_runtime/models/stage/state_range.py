@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import num_tokens, part_of
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import has_chunks, has_states, kept_by_layers
+from ppd_runtime.models.stage.library_probe import has_chunks, has_states, kept_by_layers, most_chosen
 from ppd_runtime.models.stage.path_range import PathRange
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.states import StateCache
@@ -77,4 +77,4 @@ def range_class(config: PretrainedConfig) -> type[LayerRange]:
     """The class for a model's layers."""
     if has_states(config):
         return StateRange
-    return PathRange if has_chunks(config) else LayerRange
+    return PathRange if has_chunks(config) or most_chosen(config) is not None else LayerRange

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppd_runtime.models.stage.caches import LayersMemory, PreallocatedLayer, SomeLayersCache, StageCache
+from ppd_runtime.models.stage.indexed import IndexedLayer
 from ppd_runtime.models.stage.library_probe import Kept
 
 State = Mapping[tuple[str, int], Tensor]
@@ -316,8 +317,10 @@ def new_cache(
     if not all(layer.is_plain for layer in kept):
         return StateCache(kept, capacity, first, dtype)
     cache = StageCache([layer.window for layer in kept], capacity, first, moves=moves)
-    for layer, of_layer in zip(cache.layers, kept, strict=True):
-        layer.is_chunked = of_layer.chunked
+    for number, of_layer in enumerate(kept):
+        if of_layer.index_size:
+            cache.layers[number] = IndexedLayer(capacity, cache.memory, number - first, of_layer.index_size)
+        cache.layers[number].is_chunked = of_layer.chunked
     return cache
 
 

@@ -98,8 +98,9 @@ def describe_mtp(info: ModelInfo) -> MtpInfo:
     for name, stored in form.own.items():
         if (shape := shapes[stored]) != (expected := [size, 2 * size] if name == _MIX else [size]):
             raise ValueError(f"{refuse} has {stored} as {shape}, not {expected}; {_ANOTHER}")
-    if not kept_by_layers(config)[-1].is_plain:
-        reason = "such a layer behind one that keeps a recurrent state, which is not understood"
+    last = kept_by_layers(config)[-1]
+    if not last.is_plain or last.index_size:
+        reason = "such a layer behind one that keeps more than keys and values, which is not understood"
         raise ValueError(f"{refuse} has {reason}; {_ANOTHER}")
     return MtpInfo(info.folder, info.num_layers, info.vocab_size)
 
