@@ -107,6 +107,9 @@ PEERS: Mapping[str, Peer] = {
 
 def measure(options: argparse.Namespace) -> Figures:
     """Run every load in turn; a row for each load and server, and why others are left out."""
+    for name, python in options.python:
+        if not Path(python).is_file():
+            raise ValueError(f"--python {name}={python}: there is no such file, give a Python's path")
     with model_folder(options.model) as model, contextlib.ExitStack() as stack:
         file = packaged_file(model) or Path(model)
         if not file.is_file():
@@ -257,8 +260,8 @@ def _percentiles(values: Sequence[float]) -> str | None:
 def _peer_python(text: str) -> tuple[str, str]:
     """An option's server and the Python that it runs in."""
     name, _, path = text.partition("=")
-    if name not in PEERS or not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=PATH, NAME one of {', '.join(PEERS)}, PATH a Python")
+    if name not in PEERS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=PATH, NAME one of {', '.join(PEERS)}")
     return name, path
 
 
