@@ -74,6 +74,7 @@ PEERS: Mapping[str, Peer] = {
     "ours-auto": _ours("--layout", "auto", *_ALONE),  # the first to start: it measures this machine
     "ours-threads": _ours("--method", "autoregressive", "--threads", "{threads}"),
     "ours-stages": _ours("--stages", "{threads}", *_ALONE),
+    "ours-rows": _ours("--stages", "{threads}", "--rows-share-weights", *_ALONE),
     "llama.cpp": Peer(
         (
             *("{python}", "-m", "llama_cpp.server", "--model", "{file}", *_AT, "--n_ctx", "4096"),
@@ -103,6 +104,8 @@ PEERS: Mapping[str, Peer] = {
     ),
 }
 """By name, in the order in which they start and are asked."""
+_ASKED_FOR = ("ours-rows",)
+"""Only where they are named."""
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -268,8 +271,9 @@ def _peer_python(text: str) -> tuple[str, str]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = new_parser(__doc__)
+    usual = [name for name in PEERS if name not in _ASKED_FOR]
     found.add_argument("--model", default="smollm2", help=MODEL_HELP)
-    found.add_argument("--engines", type=names(PEERS), default=list(PEERS), help=f"some of: {', '.join(PEERS)}")
+    found.add_argument("--engines", type=names(PEERS), default=usual, help=f"some of: {', '.join(PEERS)}")
     found.add_argument("--python", type=_peer_python, action="append", default=[], help="a server's own: NAME=PATH")
     found.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and passes; not llama.cpp's")
     found.add_argument("--at-once", type=whole_numbers, default=[1, 4, 8, 16], help="loads, with commas")
