@@ -21,7 +21,7 @@ from ppd_runtime.pipeline.messages import (
     Token,
 )
 from ppd_runtime.settings.checks import foreign_token
-from ppd_runtime.settings.layouts import CLIENT, DECIDER
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, PaperLayout
 from ppd_runtime.workers.spec import WorkerSpec
 
 
@@ -38,9 +38,10 @@ class MessageValidator:
         self._columns, self._told = 1 + sum(layer < spec.first_layer for layer in told), max(1, len(told))
         """How many states of a token come from the stage before, and to a drafter."""
         tokens, states, entries = self._of_tokens, self._of_states, self._of_entries
+        with_token = states if isinstance(spec.layout, PaperLayout) else self._of_told
         self._faults: dict[type[Message], Callable[[Any], str]] = {
             Begin: self._of_request,
-            Token: lambda m: tokens((m.token_id,)) or ("" if m.hidden is None else self._of_told(m.hidden, 1)),
+            Token: lambda m: tokens((m.token_id,)) or ("" if m.hidden is None else with_token(m.hidden, 1)),
             ExitState: lambda m: states(m.hidden, 1),
             Candidate: lambda m: tokens(m.token_ids),
             HeadStart: lambda m: tokens(m.token_ids) or states(m.hidden, len(m.token_ids)),

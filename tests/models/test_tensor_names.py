@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.specimens import Specimen
 from models_for_tests import build_model, build_tokenizer
 from safetensors.torch import load_file, save_file
 from two_texts import texts
@@ -111,3 +112,16 @@ def test_what_a_base_models_files_lack_is_one_line(saved: Saved, weights: str | 
     with pytest.raises(ValueError, match=r"its files lack model\.layers\.1\.mlp\.up_proj\.weight") as caught:
         OrdinaryDecoding(odd, weights=weights)
     assert "\n" not in str(caught.value)
+
+
+def test_experts_that_cannot_be_stacked_are_one_line(tmp_path: Path) -> None:
+    """transformers' own error tells of a report that nobody sees, and of no model."""
+    Specimen("mixtral").build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    odd = next(name for name in tensors if ".experts.1." in name)
+    tensors[odd] = torch.cat([tensors[odd], tensors[odd]])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    refused = rf"^model '{tmp_path}': its files have tensors that cannot be stacked, such as experts of [^\n]*again$"
+    with pytest.raises(ValueError, match=refused):
+        OrdinaryDecoding(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import typer
@@ -119,3 +120,17 @@ def test_a_commands_own_exit_code_passes_unchanged():
         with pytest.raises(typer.Exit) as caught, one_line_errors():
             raise typer.Exit(code)
         assert caught.value.exit_code == code
+
+
+def test_closed_standard_streams_are_empty_and_take_all():
+    code = """
+import sys
+from ppd_runtime.cli.entry import open_closed_streams
+open_closed_streams()
+print("gone", flush=True)
+open(sys.argv[1], "w").write(repr((sys.stdin.isatty(), sys.stdin.read(), sys.stderr.isatty())))
+"""
+    with tempfile.NamedTemporaryFile("r") as told:
+        closed = 'exec "$0" "$@" <&- >&- 2>&-'
+        subprocess.run(["sh", "-c", closed, sys.executable, "-c", code, told.name], check=True, timeout=60)
+        assert told.read() == "(False, '', False)"

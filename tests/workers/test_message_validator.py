@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.specimens import Specimen
 from models_for_tests import load_stage
 
 from ppd_runtime.models.checkpoint.description import describe
@@ -176,6 +177,17 @@ def test_stages_take_states_rows_and_guesses_of_their_model_alone(
     bad = staged_misfits(good, stage_worker.spec.info.vocab_size)
     check_what_is_taken(stage_worker, [*good.values()], bad, caplog)
     assert caplog.messages[0].startswith("left out what stage 1 sent, a PromptStates: hidden states [1, 2, ")
+
+
+def test_a_token_of_wide_states_has_the_whole_state_in_the_papers_layout(tmp_path: Path) -> None:
+    Specimen(
+        "gemma4_text", "wide", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    ).build().save_pretrained(tmp_path)
+    stage, info = load_stage(tmp_path), describe(str(tmp_path))
+    validator = MessageValidator(stage, WorkerSpec(1, PaperLayout(1, 2, 1), info, torch.float32, "cpu", 1))
+    assert stage.state_size > stage.model.config.hidden_size
+    assert validator.fault(Token(DECIDER, 1, 2, 3, 1, torch.ones(1, 1, stage.state_size))) == ""
+    assert validator.fault(Token(DECIDER, 1, 2, 3, 1, torch.ones(1, 1, stage.model.config.hidden_size)))
 
 
 def test_a_drafter_only_guesses_and_asks(model_folder: Callable[..., Path]) -> None:

@@ -38,6 +38,8 @@ from ppd_runtime.models.stage.wide import INPUT_MODULES
 
 logger = logging.getLogger(__name__)
 _HEAD = "lm_head.weight"
+_CONVERSION = "automatic conversion of the weights"
+"""In the library's RuntimeError for tensors that it cannot put together; its own report is not shown."""
 
 
 def load_layers(
@@ -87,7 +89,7 @@ def _of_tensors(
     info: ModelInfo, config: PretrainedConfig, tensors: dict[str, Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
     """The library's model of these tensors; ValueError where one is missing or has another shape."""
-    with no_progress_bar(), errors_only():
+    with no_progress_bar(), errors_only(), _names_the_model(info):
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None,
             config=config,
@@ -104,6 +106,18 @@ def _of_tensors(
             found = f"{names[0]} ({len(names)} tensors in all)"
             raise ValueError(f"model {info.name!r}: its files {complaint} {found}; {AGAIN}")
     return model
+
+
+@contextlib.contextmanager
+def _names_the_model(info: ModelInfo) -> Iterator[None]:
+    """Have the library's complaint about tensors that it stacks, such as experts, be a ValueError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _CONVERSION not in str(error):
+            raise
+        found = "have tensors that cannot be stacked, such as experts of different shapes"
+        raise ValueError(f"model {info.name!r}: its files {found}; {AGAIN}") from error
 
 
 def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype, device: str) -> None:
