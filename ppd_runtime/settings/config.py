@@ -32,9 +32,9 @@ class HeadLike(Protocol):
 
 FORMATS = ("int8", "int4")
 """Formats of few bits that the weights of a model in floats may get."""
-GGUF = "gguf"
-"""What weights are called that have the formats of a GGUF file, each matrix its own."""
-ALL_FORMATS = (*FORMATS, GGUF)
+STORED, GGUF = "stored", "gguf"
+"""What weights are called whose matrices have formats of their own: a quantised folder's, or a GGUF file's."""
+ALL_FORMATS = (*FORMATS, STORED, GGUF)
 """All formats of weights of few bits."""
 FLOATS = "floats"
 """What weights of no such format are called."""
@@ -144,8 +144,8 @@ class RuntimeConfig(Placed):
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
     weights: str | None = None
-    """int8 or int4: weights of so many bits, on CPUs; default: as the model's files have them. A folder of
-    `ppd quantize` has its own. The tokens are those of `OrdinaryDecoding` with the same weights."""
+    """int8 or int4: so many bits, on CPUs; stored: a quantised folder's own few bits, on CPUs; default: as the files
+    have them. A folder of `ppd quantize` has its own. Tokens are those of `OrdinaryDecoding` with the same weights."""
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any; CPUs for `weights` of few bits."""
     transport: str = "auto"

@@ -82,6 +82,8 @@ def test_weights_and_texts_are_those_of_the_floats(folders: tuple[Path, Path]) -
     assert texts(OrdinaryDecoding(quantised, dtype="float32")) == text
     with PPDRuntime(quantised, transport="local", stages=2, dtype="float32") as runtime:
         assert texts(runtime) == text
+    with pytest.raises(ValueError, match="has no matrix of a layer .*; leave weights out$"):
+        describe(str(quantised), "stored")
 
 
 @pytest.mark.parametrize("damage", ["no scales", "other scales", "other blocks", "not finite"])

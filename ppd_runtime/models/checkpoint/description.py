@@ -22,7 +22,7 @@ from ppd_runtime.models.checkpoint.config import (
     text_names_in,
     weight_files,
 )
-from ppd_runtime.models.checkpoint.dequantised.folder import check_scheme, folder_of_floats
+from ppd_runtime.models.checkpoint.dequantised.folder import check_scheme, folder_as_stored, folder_of_floats
 from ppd_runtime.models.checkpoint.gguf.kept import is_gguf, is_kept, kept_folder
 from ppd_runtime.models.checkpoint.hub import fetched_with, find_model, one_line
 from ppd_runtime.models.checkpoint.packages import packaged_file
@@ -33,7 +33,7 @@ from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
 from ppd_runtime.models.stage.wide import is_wide
 from ppd_runtime.settings.checks import check_choice
-from ppd_runtime.settings.config import ALL_FORMATS, FLOATS
+from ppd_runtime.settings.config import ALL_FORMATS, FLOATS, STORED
 
 logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -90,10 +90,11 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
         check_choice("weights", weights, ALL_FORMATS)
     file = packaged_file(model)
     name, folder = (model, kept_folder(str(file or model))) if file or is_gguf(model) else find_model(model)
-    weights = agreed_format(model, weights, card_of(folder))
+    card = card_of(folder)
+    weights = agreed_format(model, weights, card)
     config = checked_config(model, folder)
     scheme = check_scheme(model, folder)
-    has_floats = needs_weights and not (file or is_gguf(model) or card_of(folder))
+    has_floats = needs_weights and not (file or is_gguf(model) or card)
     layers, whole_numbers = _look_into_files(folder) if has_floats else (0, None)
     said = getattr(config, "num_hidden_layers", 0)
     if 0 < layers < said:  # before so many are built
@@ -103,13 +104,15 @@ def describe(model: str, weights: str | None = None, needs_weights: bool = True)
     found = architecture_of(model, config)
     if needs_weights:
         _check_weights(model, name, folder)
+    if weights == STORED and not (scheme or card):
+        raise ValueError(f"weights={weights!r}: no other program has quantised model {model!r}; leave weights out")
+    if weights:
+        check_quantisable(model, weights, found.skeleton)
     if scheme and needs_weights:
-        folder = folder_of_floats(model, folder, scheme)
+        folder = (folder_as_stored if weights == STORED else folder_of_floats)(model, folder, scheme)
         config = model_config(folder)
     elif whole_numbers:
         raise ValueError(f"model {model!r}: {whole_numbers}, which is no format of floats; {AGAIN}")
-    if weights:
-        check_quantisable(model, weights, found.skeleton)
     return ModelInfo(
         name=name,
         folder=folder,

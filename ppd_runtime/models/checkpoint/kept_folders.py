@@ -66,15 +66,16 @@ def find_or_make(
     return folder
 
 
-def begin_writing(num_bytes: int, place: Path, of: Path) -> None:
-    """Log that a model of so many bytes is written there; ValueError if there is too little room."""
+def begin_writing(num_bytes: int, place: Path, of: Path, advice: str = "") -> None:
+    """Log that a model of so many bytes is written there, and how to do better; ValueError if there is too little
+    room."""
     free = shutil.disk_usage(place).free
     if free < num_bytes:
         needs = f"needs {num_bytes / 1e9:.3g} GB in {place}, and {free / 1e9:.3g} GB are free"
         raise ValueError(f"{needs}; free some, or set XDG_CACHE_HOME to another folder")
     level = logging.WARNING if num_bytes > _TAKES_LONG else logging.INFO
     size = f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.3g} MB"
-    logger.log(level, "%s is written as a model folder of %s, once, to %s", of, size, place)
+    logger.log(level, "%s is written as a model folder of %s, once, to %s%s", of, size, place, advice)
 
 
 def _is_whole(folder: Path, card: str) -> bool:

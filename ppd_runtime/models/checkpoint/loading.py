@@ -251,7 +251,7 @@ def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:
 def bfloat16_weights(info: ModelInfo, last: int) -> dict[str, Tensor]:
     """The first layers' tensors in bfloat16, shared by all processes, with matrices as by `in_tiles`; empty without
     kept copies."""
-    copies, name_in_model = bfloat16_copies(info), names_in_model(info)
+    copies, name_in_model = bfloat16_copies(info), names_in_model(info.folder, info.num_layers)
     wanted = _wanted(name_in_model, 0, last)
     tensors = [pair for path, copy in copies.items() for pair in _some_tensors(path, copy, wanted)]
     return {name_in_model(name) or name: tensor for name, tensor in tensors if tensor.dtype == torch.bfloat16}
@@ -275,7 +275,8 @@ def _read_tensors(
 ) -> dict[str, Tensor]:
     """The unpacked tensors of layers `first` to `last`, in `dtype` if copies are kept, else as they are stored."""
     tensors = dict[str, Tensor]()
-    copies, wanted = weight_copies(info, dtype) if dtype else {}, _wanted(names_in_model(info), first, last, packed)
+    copies, name_in_model = weight_copies(info, dtype) if dtype else {}, names_in_model(info.folder, info.num_layers)
+    wanted = _wanted(name_in_model, first, last, packed)
     text_name, kind, size = text_names_in(info.folder), model_type(info.folder), model_config(info.folder).hidden_size
     for path in weight_files(info.folder):
         try:
@@ -289,7 +290,8 @@ def _read_tensors(
 
 def _in_order(info: ModelInfo, names: Iterable[str]) -> list[str]:
     """A file's tensors in the order in which a pass reads them; unread ones come last."""
-    name_in_model, model = names_in_model(info), skeleton_of(model_config(info.folder), info.num_layers)
+    of_model = info.folder, info.num_layers
+    name_in_model, model = names_in_model(*of_model), skeleton_of(model_config(info.folder), info.num_layers)
     places = {name: place for place, name in enumerate(model.state_dict())}
     return sorted(names, key=lambda name: places.get(name_in_model(name) or "", len(places)))
 

@@ -11,7 +11,7 @@ from ppd_runtime.models.checkpoint.config import layer_number
 from ppd_runtime.models.native.formats import GROUP
 from ppd_runtime.models.native.library import is_available
 from ppd_runtime.models.stage.decoder_parts import decoder_in, decoder_name, embedding_name
-from ppd_runtime.settings.config import GGUF
+from ppd_runtime.settings.config import GGUF, STORED
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _READ_BY_CODE = ".dt_proj.weight", ".indexer.weights_proj.weight"
@@ -26,8 +26,8 @@ def check_quantisable(model: str, weights: str, skeleton: PreTrainedModel) -> No
     refuse = f"weights={weights!r}: model {model!r} ({skeleton.config.model_type})"
     if not is_available(torch.device("cpu"), torch.float32):
         raise ValueError(f"weights={weights!r}: needs Linux and PyTorch 2.8 or newer; leave weights out")
-    if weights == GGUF:
-        return  # only what the file has packed is packed
+    if weights in (GGUF, STORED):
+        return  # only what the files have with few bits is packed
     if "lm_head.weight" in inspect.getsource(type(skeleton).forward):
         raise ValueError(f"{refuse} reads its head's weights in its own code; leave weights out")
     layers = decoder_in(skeleton).layers

@@ -173,7 +173,7 @@ class PackedModel(contextlib.ExitStack):
 
     def _places(self, opened: contextlib.ExitStack) -> dict[str, _Place]:
         """The place of each tensor, by its name in the model."""
-        places, name_in_model = dict[str, _Place](), names_in_model(self._info)
+        places, name_in_model = dict[str, _Place](), names_in_model(self._info.folder, self._info.num_layers)
         for path in weight_files(self._info.folder):
             try:
                 file = opened.enter_context(safe_open(path, "pt"))

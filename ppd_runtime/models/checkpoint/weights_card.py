@@ -14,7 +14,7 @@ class WeightsCard:
     """What a quantised folder holds; `card_of` reads it."""
 
     weights: str
-    """The format of the layers' matrices, such as int8, or "gguf"."""
+    """The format of the layers' matrices, such as int8; "gguf" and "stored" are of several."""
     head: str
     """The format of the head's matrix, or floats."""
     recipe: int

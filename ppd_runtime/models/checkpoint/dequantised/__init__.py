@@ -1,1 +1,1 @@
-"""Folders that other programs have quantised, read as floats."""
+"""Folders that other programs have quantised, read as floats, or with their few bits."""

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dequantised.numbers import ScaledNumbers
 from ppd_runtime.models.checkpoint.dequantised.stored import FLOATS, Matrix, StoredTensor, part
 
 _WORD = 32
@@ -48,9 +49,9 @@ class Gptq:
         }
         if self.reorders or f"{name}.g_idx" in stored:
             parts["groups"] = part(stored, f"{name}.g_idx", _LARGE, (inputs,))
-        return Matrix(parts, (outputs, inputs), partial(self._floats, name))
+        return Matrix.of_numbers(parts, (outputs, inputs), partial(self._numbers, name))
 
-    def _floats(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    def _numbers(self, name: str, parts: Mapping[str, Tensor]) -> ScaledNumbers:
         numbers = unpacked(parts["numbers"].T, self.bits).T
         zeros = unpacked(parts["zeros"], self.bits)
         if self.adds_one:
@@ -60,7 +61,7 @@ class Gptq:
                     "in what that is; give a folder in the format gptq_v2"
                 )
             zeros = zeros + 1
-        return _weights(name, numbers, zeros, parts["scales"], parts.get("groups")).T.contiguous()
+        return _scaled(name, numbers, zeros, parts["scales"], parts.get("groups"))
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ class Awq:
             "zeros": part(stored, f"{name}.qzeros", _WORDS, (groups, words)),
             "scales": part(stored, f"{name}.scales", FLOATS, (groups, outputs)),
         }
-        return Matrix(parts, (outputs, inputs), partial(self._floats, name))
+        return Matrix.of_numbers(parts, (outputs, inputs), partial(self._numbers, name))
 
-    def _floats(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    def _numbers(self, name: str, parts: Mapping[str, Tensor]) -> ScaledNumbers:
         numbers, zeros = (_in_columns(unpacked(parts[role], 4)) for role in ("numbers", "zeros"))
-        return _weights(name, numbers, zeros, parts["scales"], None).T.contiguous()
+        return _scaled(name, numbers, zeros, parts["scales"], None)
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ class CompressedTensors:
             parts["zeros"] = part(stored, f"{name}.weight_zero_point", _WORDS, zeros)
         if self.reorders:
             parts["groups"] = part(stored, f"{name}.weight_g_idx", _LARGE, (inputs,))
-        return Matrix(parts, (outputs, inputs), partial(self._floats, name))
+        return Matrix.of_numbers(parts, (outputs, inputs), partial(self._numbers, name))
 
-    def _floats(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    def _numbers(self, name: str, parts: Mapping[str, Tensor]) -> ScaledNumbers:
         numbers, scales = unpacked(parts["numbers"], self.bits).T, parts["scales"].T
         middle = torch.full(scales.shape, 2 ** (self.bits - 1), dtype=torch.int32)
         zeros = unpacked(parts["zeros"].T, self.bits) if self.has_zeros else middle
-        return _weights(name, numbers, zeros, scales, parts.get("groups")).T.contiguous()
+        return _scaled(name, numbers, zeros, scales, parts.get("groups"))
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
@@ -144,14 +145,14 @@ def _in_columns(numbers: Tensor) -> Tensor:
     return torch.empty_like(of_words).index_copy_(2, torch.tensor(_AWQ_COLUMNS), of_words).reshape(numbers.shape)
 
 
-def _weights(name: str, numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
-    """Weights `[inputs, outputs]` of numbers `[inputs, outputs]`, and what their groups have `[groups, outputs]`."""
+def _scaled(name: str, numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> ScaledNumbers:
+    """A matrix of numbers `[inputs, outputs]`, and what their groups have `[groups, outputs]`."""
     if groups is None:
         groups = torch.arange(len(numbers)) // (len(numbers) // len(scales))
     groups = groups.long()
     if int(groups.min()) < 0 or int(groups.max()) >= len(scales):
         raise ValueError(f"has inputs of {name} in groups {int(groups.min())} to {int(groups.max())} of {len(scales)}")
-    return scales.float()[groups] * (numbers - zeros[groups]).float()
+    return ScaledNumbers((numbers - zeros[groups]).T.contiguous(), scales.T, groups)
 
 
 def _modules(stored: Mapping[str, StoredTensor], suffix: str) -> Sequence[str]:

@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dequantised.numbers import ScaledNumbers
 from ppd_runtime.models.checkpoint.dequantised.stored import FLOATS, Matrix, Shape, StoredTensor, part
 
 EIGHT_BIT_FLOATS = ("F8_E4M3", "F8_E5M2")
@@ -37,7 +39,10 @@ class Scaled:
             shared = f"blocks of {list(self.block)}" if self.block else "rows"
             shapes = f"{list(scale.shape)} for {list(weight.shape)} in {shared}"
             raise ValueError(f"has a scale of another shape than its weight's: {scale.name} is {shapes}")
-        return Matrix({"weight": weight, "scale": scale}, weight.shape, self._floats)
+        parts = {"weight": weight, "scale": scale}
+        if weight.dtype in EIGHT_BIT_FLOATS:
+            return Matrix(parts, weight.shape, lambda parts: self._numbers(parts).in_floats())
+        return Matrix.of_numbers(parts, weight.shape, self._numbers)
 
     def _allowed(self, shape: Shape) -> list[Shape]:
         """Shapes that a scale may have."""
@@ -47,11 +52,10 @@ class Scaled:
         of_rows = [(*stack, outputs, 1)]
         return [*of_rows, (*stack, 1, 1)] if stack else [*of_rows, (outputs,), (1, 1), (1,), ()]
 
-    def _floats(self, parts: Mapping[str, Tensor]) -> Tensor:
-        weight, scale = parts["weight"].float(), parts["scale"].float()
+    def _numbers(self, parts: Mapping[str, Tensor]) -> ScaledNumbers:
+        weight, scale = parts["weight"], parts["scale"].float()
+        outputs, inputs = weight.shape
         if self.block:
-            scale = scale.repeat_interleave(self.block[0], 0)[: weight.shape[0]]
-            scale = scale.repeat_interleave(self.block[1], 1)[:, : weight.shape[1]]
-        elif scale.dim() == 1 and len(scale) > 1:
-            scale = scale[:, None]
-        return weight * scale
+            scale = scale.repeat_interleave(self.block[0], 0)[:outputs]
+            return ScaledNumbers(weight, scale, torch.arange(inputs) // self.block[1])
+        return ScaledNumbers(weight, scale.reshape(-1, 1).expand(outputs, 1), torch.zeros(inputs, dtype=torch.int64))

@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ppd_runtime.models.checkpoint.dequantised.numbers import ScaledNumbers
 from ppd_runtime.models.checkpoint.hub import one_line
+from ppd_runtime.models.native.formats import Numbers
 
 Shape = tuple[int, ...]
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -52,6 +54,19 @@ class Matrix:
     shape: Shape
     floats: Callable[[Mapping[str, Tensor]], Tensor]
     """Computes one matrix in float32 from its parts."""
+    numbers: Callable[[Mapping[str, Tensor]], ScaledNumbers] | None = None
+    """What `floats` multiplies; None if no format of few bits may hold that."""
+
+    @staticmethod
+    def of_numbers(
+        parts: Mapping[str, StoredTensor], shape: Shape, numbers: Callable[[Mapping[str, Tensor]], ScaledNumbers]
+    ) -> "Matrix":
+        """A matrix of numbers and scales."""
+        return Matrix(parts, shape, lambda parts: numbers(parts).in_floats(), numbers)
+
+    def packed(self) -> Numbers | None:
+        """The matrix by `ScaledNumbers.packed`."""
+        return self.numbers({role: of.whole() for role, of in self.parts.items()}).packed() if self.numbers else None
 
     def pieces(self) -> Iterator[Tensor]:
         """The matrix, or each of the stacked ones, in float32."""
