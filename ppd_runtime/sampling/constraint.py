@@ -63,6 +63,9 @@ class Constraint:
         self._line, self._tokens = [self.root], list[int]()  # the places and tokens of the text asked for last
         self._pruned = 0  # places of the line, from the first on, that keep nothing
 
+    def __del__(self) -> None:
+        _cut_off(self.root)
+
     def place(self, text: Sequence[int]) -> Place:
         """The place of a text, the prompt's tokens included."""
         tokens = [*text[self._start :]]
@@ -165,8 +168,19 @@ class Constraint:
         self._pruned = min(self._pruned, len(self._line) - 1)
         while len(self._line) - self._pruned > _KEPT:
             old, following = self._line[self._pruned : self._pruned + 2]
-            old.mask, old.children = None, {following.token: following}
+            del old.children[following.token]
+            _cut_off(old)
+            old.mask, old.children[following.token] = None, following
             self._pruned += 1
+
+
+def _cut_off(place: Place) -> None:
+    """Take away all behind a place: places that hold each other, and their masks, would wait for a late collection."""
+    doomed = [place]
+    while doomed:
+        one = doomed.pop()
+        doomed += one.children.values()
+        one.children.clear()
 
 
 def _bit(mask: np.ndarray, number: int) -> bool:

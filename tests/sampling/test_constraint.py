@@ -1,8 +1,10 @@
 """A grammar's masks: equal to brute force over a tiny vocabulary, and the same however the texts are walked through."""
 
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -185,6 +187,30 @@ def test_a_grammar_that_is_too_hard_at_a_place_fails_there_alone() -> None:
     assert not found.allows(found.place(texts[-1]), BYTES.index(b"x"))
     for text in (texts[1], PROMPT, texts[0]):
         assert allowed(found, found.place(text)) == allowed(right, right.place(text)) != set()
+
+
+def test_masks_are_freed_with_their_branch_and_their_request() -> None:
+    """At once: collections that look at old objects are rare, and a mask of a large vocabulary has 30 kB."""
+    found = constraint(regex="(ab|a|ba)*")
+    ab = TOKENIZER.encode("ab")
+    branch, line = found.place([*PROMPT, *TOKENIZER.encode("ba")]), found.place([*PROMPT, *ab])
+    assert branch is not line
+    masks = []
+    for place in (branch, line):
+        found.allowed(place)
+        masks.append(weakref.ref(place.mask))
+    del branch, line, place
+    gc.disable()
+    try:
+        found.place([*PROMPT, *ab * 40])
+        found.allowed(newest := found.place([*PROMPT, *ab * 41]))
+        masks.append(weakref.ref(newest.mask))
+        del newest
+        assert [mask() is None for mask in masks] == [True, True, False]
+        del found
+        assert masks[2]() is None
+    finally:
+        gc.enable()
 
 
 SETTINGS = [
