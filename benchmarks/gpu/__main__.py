@@ -26,7 +26,8 @@ from ppd_runtime.tune.tables import markdown_table
 STAGES = {
     "versions": ("parts", 180),  # nothing that is imported is in memory yet
     "bits": ("passes", 500),
-    "hops": ("parts", 240),
+    "products": ("parts", 240),
+    "hops": ("parts", 400),
     "llama": ("passes", 400),
 }
 """Each stage's module, and the seconds after which it is ended: several times of what it should take."""
