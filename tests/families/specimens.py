@@ -89,6 +89,7 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "intermediate_size_mlp": 64, "moe_layers": [1, 3]}
     | {"no_rope_layer_interval": 2, "num_experts_per_tok": 1},
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _INDEX),
+    "longcat_flash": {"num_layers": NUM_LAYERS, "num_hidden_layers": 2 * NUM_LAYERS, "zero_expert_num": 2},
     "mamba2": {"head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "nemotron_h": _NEMOTRON,
     "olmo_hybrid": _DELTA | {"layer_types": _RECURRENT},
@@ -102,10 +103,10 @@ _SUPPORTED = """
     falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
     glm4_moe_lite glm_moe_dsa gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
     helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
-    kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe persimmon phi phi3
-    phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma youtu
+    kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu
 """
 SUPPORTED = tuple(_SUPPORTED.split())
 """Families that run in every layout, if not in every method."""
@@ -155,7 +156,8 @@ class Specimen:
         torch.manual_seed(seed)
         model = self._AUTO.from_config(config, dtype=torch.float32).eval()
         vary(model)
-        quieten(model, config.get_text_config(decoder=True).num_hidden_layers // 2)
+        text = config.get_text_config(decoder=True)
+        quieten(model, getattr(text, "num_layers", text.num_hidden_layers) // 2)
         model.generation_config = GenerationConfig(pad_token_id=END_ID)
         return model
 
@@ -297,6 +299,12 @@ SPECIAL: tuple[Specimen, ...] = (
     *(Specimen("qwen3", f"{heads} key/value heads", {"num_key_value_heads": heads}) for heads in (1, 4)),
 )
 """Special configurations of families that have them."""
+_UNUSUAL = """
+    axk2 deepseek_v32 dots3_note_text falcon_h1 falcon_mamba gemma3n_text glm_moe_dsa llama4_text longcat_flash mamba
+    mamba2 nemotron_h qwen3_next
+"""
+UNUSUAL = (*map(Specimen, _UNUSUAL.split()), *(one for one in SPECIAL if one.kind == "as E2B has them"))
+"""Families whose layers keep, or read, something else than a token's keys, values and hidden state, or attend twice."""
 
 
 def overlooked_windows(families: Iterable[str]) -> Iterator[Specimen]:

@@ -119,7 +119,7 @@ def test_the_guide_is_what_is_written() -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("qwen4_exp_text", {}, "an index, whose own keys"),
         ("hy_v4", {}, "that another layer has chosen"),
-        ("longcat_flash", {}, "attends twice"),
+        ("glm_moe_dsa", {"index_topk_freq": 2}, "that another layer has chosen"),
         ("llama", {"layer_types": ["chunked_attention"] * 32, "attention_chunk_size": 5}, "than their caches say"),
         ("nanochat", {}, "cannot be cut"),
         ("minicpm3", {}, "cannot be cut"),

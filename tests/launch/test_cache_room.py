@@ -15,14 +15,17 @@ from ppd_runtime.launch import cache_room
 from ppd_runtime.launch.memory_needs import layer_entry_bytes, whole_weight_bytes
 from ppd_runtime.models.checkpoint.config import model_config
 from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.stage.paired import counting_layers
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "phi3", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "phi3", "cohere2", "longcat_flash"])
 def test_a_tokens_entries_are_as_large_as_the_librarys(family: str) -> None:
     model = Specimen(family).build()
     layers = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers
-    found = {layer.keys.nbytes + layer.values.nbytes for layer in layers}
-    assert found == {layer_entry_bytes(model.config, torch.float32)}
+    config = counting_layers(model.config)
+    attentions = len(layers) // config.num_hidden_layers
+    found = {attentions * (layer.keys.nbytes + layer.values.nbytes) for layer in layers}
+    assert found == {layer_entry_bytes(config, torch.float32)}
 
 
 def test_room_is_half_of_what_the_weights_leave_free(

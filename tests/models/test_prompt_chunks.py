@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from families.attack import LAYOUTS, METHODS, Attack, prompts
-from families.specimens import BORDER, MOST_POSITIONS, SPECIAL, SUPPORTED, Specimen, overlooked_windows
+from families.specimens import BORDER, MOST_POSITIONS, SPECIAL, SUPPORTED, UNUSUAL, Specimen, overlooked_windows
 from grids import nightly
 from models_for_tests import FAMILIES
 from pipeline_runs import PROMPTS, SAMPLED, Bench, same
@@ -110,6 +110,17 @@ def test_every_method_has_ordinary_decodings_tokens(tmp_path: Path) -> None:
     attack = Attack.on(Specimen("llama"), tmp_path)
     attack.against_ordinary(prompts([4 * CHUNK + 1]), [], list(METHODS))
     assert attack.runs == 2 * len(METHODS)
+    assert not attack.differences
+
+
+@nightly
+@pytest.mark.parametrize("specimen", UNUSUAL, ids=lambda specimen: specimen.name)
+def test_chunks_of_unusual_layers(specimen: Specimen, tmp_path: Path) -> None:
+    """With the borders that there are."""
+    longer = Specimen(specimen.family, specimen.kind, {**specimen.settings, "max_position_embeddings": 512})
+    attack, asked = Attack.on(longer, tmp_path, new_tokens=6), prompts([ONE_PASS + 1, sum(PROMPT_CHUNKS[:2]) + 1])
+    attack.against_transformers(asked)
+    attack.against_ordinary(asked, ["k=1, running ahead", "a stage a layer"], ["layerskip"])
     assert not attack.differences
 
 

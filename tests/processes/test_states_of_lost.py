@@ -1,10 +1,10 @@
-"""Recurrent and wide states: a lost process' successor has them again, and the text is ordinary decoding's."""
+"""What unusual layers keep: a lost process' successor has it again, and the text is ordinary decoding's."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from families.specimens import SPECIAL, Specimen
+from families.specimens import UNUSUAL
 from grids import nightly
 from models_for_tests import build_tokenizer
 from worker_processes import worker_processes
@@ -18,11 +18,8 @@ STAGES = {"stages": 3, "k": 2, "rows": 2}
 PAPER = {"k": 2, "exit_layer": 2, "speculation": "always"}
 
 
-MODELS = [
-    *map(Specimen, ("qwen3_next", "falcon_h1")),
-    *(pytest.param(Specimen(one), marks=nightly) for one in ("gemma3n_text", "mamba2", "nemotron_h")),
-]
-MODELS += [one for one in SPECIAL if one.kind == "as E2B has them"]
+BY_DAY = "qwen3_next", "falcon_h1", "gemma4_text"
+MODELS = [one if one.family in BY_DAY else pytest.param(one, marks=nightly) for one in UNUSUAL]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda specimen: specimen.name)

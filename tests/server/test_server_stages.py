@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from families.specimens import UNUSUAL, Specimen
+from grids import nightly
+from models_for_tests import build_tokenizer
 from servers import running
 from waiting import wait_until
 
@@ -81,6 +85,21 @@ def test_boundaries_are_counted_and_the_layout_is_told(folder: Path) -> None:
     assert counted == told["first_boundary"]
     assert after["vllm:spec_decode_num_draft_tokens_total"] - before["vllm:spec_decode_num_draft_tokens_total"] == 19
     assert after["vllm:spec_decode_num_accepted_tokens_total"] == sum(told["first_boundary"][:-1])
+
+
+@nightly
+@pytest.mark.parametrize("specimen", UNUSUAL, ids=lambda specimen: specimen.name)
+def test_texts_of_unusual_layers_at_once(specimen: Specimen, tmp_path: Path) -> None:
+    """Two texts run at once, and a third waits; all are ordinary decoding's."""
+    specimen.build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    ordinary, asked = OrdinaryDecoding(tmp_path, dtype="float32"), (PROMPT, [40, 7], list(range(20, 60)))
+    expected = [ordinary.generate(prompt, max_new_tokens=20, ignore_eos=True).text for prompt in asked]
+    layout = {"stages": 3, "rows": 2, "k": 2, "max_requests": 2, "transport": "local", "dtype": "float32"}
+    with PPDRuntime(tmp_path, **layout) as runtime, running(runtime) as server, ThreadPoolExecutor(3) as callers:
+        settings = {"max_tokens": 20, "ignore_eos": True, "temperature": 0}
+        answers = callers.map(lambda prompt: server.post("/v1/completions", prompt=prompt, **settings).json(), asked)
+        assert [answer["choices"][0]["text"] for answer in answers] == expected
 
 
 def test_kept_prefixes_are_counted(model_folder: Callable[..., Path]) -> None:

@@ -109,8 +109,6 @@ def _untold_inputs(config: PretrainedConfig) -> str | None:
         return "a token attends to later tokens too, so a text cannot be continued token by token"
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         return "some layers attend to the tokens that another layer has chosen, which may be in another stage"
-    if getattr(config, "num_layers", None) and config.num_hidden_layers == 2 * config.num_layers:
-        return "each of its layers attends twice and keeps two sets of keys and values"
     return None
 
 

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
 from ppd_runtime.models.stage.decoder_parts import DECODERS, decoder_in
+from ppd_runtime.models.stage.paired import counting_layers
 from ppd_runtime.models.stage.wide import is_wide
 
 QUANTISED_CARD, QUANTISED = "ppd_weights.json", "ppd-weights.safetensors"
@@ -80,7 +81,8 @@ def layer_number(tensor_name: str) -> int:
 
 def model_config(folder: Path) -> PretrainedConfig:
     """The configuration of a folder's text model."""
-    return text_part(AutoConfig.from_pretrained(folder, trust_remote_code=False))  # else transformers asks
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # else transformers asks
+    return counting_layers(text_part(config))
 
 
 def text_names_in(folder: Path) -> Callable[[str], str | None]:

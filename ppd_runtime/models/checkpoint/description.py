@@ -29,6 +29,7 @@ from ppd_runtime.models.checkpoint.packages import packaged_file
 from ppd_runtime.models.checkpoint.quantisable import check_quantisable
 from ppd_runtime.models.checkpoint.weights_card import agreed_format, card_of
 from ppd_runtime.models.stage.library_probe import has_states, kept_by_layers
+from ppd_runtime.models.stage.paired import attends_twice
 from ppd_runtime.models.stage.rotary import most_positions
 from ppd_runtime.models.stage.slicing import check_sub_layers
 from ppd_runtime.models.stage.wide import is_wide
@@ -177,8 +178,8 @@ def check_leaving_out(info: ModelInfo, user: str, least_layers: int = 1) -> None
 
 
 def check_entries_alone(info: ModelInfo, user: str) -> None:
-    """Raise ValueError if a layer of the model keeps a recurrent state, or reads more than a hidden state, which `user`
-    cannot run; reads no weights."""
+    """Raise ValueError if a layer of the model keeps a recurrent state, has two attentions, or reads more than a hidden
+    state, which `user` cannot run; reads no weights."""
     config = model_config(info.folder)
     with _refusing(info, user, config.model_type):
         _check_entries_alone(config)
@@ -196,6 +197,8 @@ def check_hidden_states(info: ModelInfo, user: str) -> None:
 def _check_entries_alone(config: PretrainedConfig) -> None:
     if has_states(config):
         raise ValueError("its layers keep a recurrent state")
+    if attends_twice(config):
+        raise ValueError("its layers have two attentions each")
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ class PreallocatedLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    attentions = 1
+    """Attentions of the layer, each with keys and values of its own."""
 
     def __init__(
         self, capacity: int, sliding_window: int | None, memory: "LayersMemory | None" = None, index: int = 0
@@ -123,12 +125,14 @@ class SomeLayersCache(Cache):
     def __init__(self, layers: Sequence[CacheLayerMixin], numbers: Sequence[int]) -> None:
         super().__init__(layers=list(layers))
         self._places = {number: place for place, number in enumerate(numbers)}
+        self._attentions: int = getattr(self.layers[0], "attentions", 1) if layers else 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append to the layer that the model knows as `layer_idx`."""
-        return self.layers[self._places[layer_idx]].update(key_states, value_states)
+        """Append to the layer that the model knows as `layer_idx`; if layers have two attentions, it counts these."""
+        number, attention = divmod(layer_idx, self._attentions)
+        return self.layers[self._places[number]].update(key_states, value_states, attention)
 
     def has(self, layer_idx: int) -> bool:
         """Whether the layer that the model knows as `layer_idx` is one of these."""

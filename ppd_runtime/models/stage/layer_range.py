@@ -21,9 +21,10 @@ from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in, s
 from ppd_runtime.models.stage.embedding import first_states
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.held_sequence import HeldSequence
-from ppd_runtime.models.stage.library_probe import cache_windows
+from ppd_runtime.models.stage.library_probe import kept_by_layers
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
+from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
 from ppd_runtime.tracing.recorder import Recorder
@@ -88,7 +89,7 @@ class LayerRange(HeldSequence):
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
-        self._embed, self._windows = first_states(model), self._find_windows()
+        self._embed, self._kept = first_states(model), kept_by_layers(model.config)[: self.num_layers]
         self.cache = self._new_cache(0)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks
         self._says_masks = {tokens: not library_masks_fit(model, tokens) for tokens in (1, SEVERAL_ROWS)}
@@ -132,7 +133,8 @@ class LayerRange(HeldSequence):
         for that.
         """
         joins = self._compiled is not None and self._compiled.joins_texts
-        return RowArena(self._windows, self.first_layer, room, self._moves) if joins else None
+        windows = [layer.window for layer in self._kept]
+        return RowArena(windows, self.first_layer, room, self._moves) if joins else None
 
     def begin(self, capacity: int, cache: StageCache | None = None) -> None:
         """Forget the last sequence; make room for one of at most `capacity` tokens, or take the cache of one."""
@@ -140,11 +142,8 @@ class LayerRange(HeldSequence):
         if self._compiled:
             self._compiled.forget()
 
-    def _find_windows(self) -> list[int | None]:
-        return cache_windows(self.model.config)[: self.num_layers]
-
     def _new_cache(self, capacity: int) -> StageCache:
-        return StageCache(self._windows, capacity, self.first_layer, moves=self._moves)
+        return new_cache(self._kept, capacity, self.first_layer, self.model.dtype, self._moves)
 
     @property
     def _moves(self) -> bool:

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel,
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, cache_argument, decoder_in, final_norm, shallow_copy
+from ppd_runtime.models.stage.paired import attends_twice
 from ppd_runtime.models.stage.wide import argument_names, is_wide, pass_states_on, with_own_caches
 
 _PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}
@@ -57,6 +58,8 @@ class Kept(NamedTuple):
     chunked: bool = False
     """Whether a token attends only within its own chunk of the text, of `window` tokens; chunks start at position 0."""
 
+    attentions: int = 1
+    """Attentions of the layer, each with keys and values of its own."""
     index_size: int = 0
     """Numbers of a token's key in the index by which the layer chooses the tokens that it attends to; 0: no index."""
 
@@ -94,6 +97,8 @@ def runs_in_library(config: PretrainedConfig) -> str | None:
         return "read more of a token than a hidden state"
     if has_chunks(config):
         return "attend in chunks of the text"
+    if attends_twice(config):
+        return "have two attentions each"
     return None if most_chosen(config) is None else "choose the tokens that they attend to by an index"
 
 
@@ -130,6 +135,7 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
             _WITH_STATES.get(type(layer), True),
             type(layer) in _WITH_STATES,
             kind == _CHUNKED,
+            1 + attends_twice(config),
             index if type(layer) is _INDEXED else 0,
         )
         for window, layer, kind in zip(windows, layers, kinds, strict=False)

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.indexed import choosing_alone
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import kept_by_layers
-from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import token_tree
 
 
@@ -24,19 +21,13 @@ class PathRange(LayerRange):
     """
 
     _in_prompt = False
+    _moves = False
 
     def behind(self, part: PreTrainedModel) -> LayerRange:
         """See `LayerRange.behind`."""
         stage = type(self)(part, longest_in_chunks=self._longest_in_chunks)
         stage.recorder = self.recorder
         return stage
-
-    def _find_windows(self) -> list[int | None]:
-        self._kept = kept_by_layers(self.model.config)
-        return super()._find_windows()
-
-    def _new_cache(self, capacity: int) -> StageCache:
-        return new_cache(self._kept, capacity, self.first_layer, self.model.dtype, moves=False)
 
     def _call(self, *arguments: Any, **named: Any) -> Tensor:
         self._in_prompt = named.get("in_prompt", False)

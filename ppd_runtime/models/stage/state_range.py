@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import num_tokens, part_of
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.library_probe import has_chunks, has_states, kept_by_layers, most_chosen
+from ppd_runtime.models.stage.library_probe import has_chunks, has_states, most_chosen
 from ppd_runtime.models.stage.path_range import PathRange
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.states import StateCache
@@ -25,13 +24,6 @@ class StateRange(LayerRange):
 
     has_states = True
     cache: StateCache
-
-    def _find_windows(self) -> list[int | None]:
-        self._kept = kept_by_layers(self.model.config)
-        return [layer.window for layer in self._kept]
-
-    def _new_cache(self, capacity: int) -> StageCache:
-        return StateCache(self._kept, capacity, self.first_layer, self.model.dtype)
 
     def keep_states(self, tokens: int | None) -> None:
         """See `LayerRange.keep_states`."""

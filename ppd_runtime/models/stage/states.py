@@ -13,6 +13,7 @@ from torch import Tensor
 from ppd_runtime.models.stage.caches import LayersMemory, PreallocatedLayer, SomeLayersCache, StageCache
 from ppd_runtime.models.stage.indexed import IndexedLayer
 from ppd_runtime.models.stage.library_probe import Kept
+from ppd_runtime.models.stage.paired import PairedLayer
 
 State = Mapping[tuple[str, int], Tensor]
 """What a layer leaves after a token: tensors by their kind, `_WINDOW` or `_STATE`, and the library's number."""
@@ -320,6 +321,8 @@ def new_cache(
     for number, of_layer in enumerate(kept):
         if of_layer.index_size:
             cache.layers[number] = IndexedLayer(capacity, cache.memory, number - first, of_layer.index_size)
+        elif of_layer.attentions > 1:
+            cache.layers[number] = PairedLayer(capacity, of_layer.window, cache.memory, number - first)
         cache.layers[number].is_chunked = of_layer.chunked
     return cache
 
