@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,11 +10,12 @@ from typing import Protocol
 
 _BLOCK = 8  # tokens that are timed before ways are compared
 _SETTLE = 2  # untimed tokens after a change of ways: what is in flight is still the old way's
-_SHARE = 0.01  # share of the time to retry each other way
+_SHARE = 0.01  # share of the time to retry each other way …
+_EARLY_SHARE = 0.05  # … that has been timed for fewer than so many blocks in this run
 _LEAST_LOSS = 0.01  # least cost of trying another way, as a share of the best way's time a token
 _MOST_LOSS = 1.0  # most cost: texts change, so each way is tried again some time
 _CLEAR = 0.98  # share of the current way's time that another has to beat
-_WEIGHT = 0.5  # the newest block's
+_BLOCKS = 2  # the newest ones of a way, of which the quicker counts: the machine may have been busy in one
 _OUTLIER = 8.0  # times the way's time a token: the machine did something else
 _KEPT = 0.9  # decay of earlier blocks in the fit of growth with the text
 _LEAST_SPREAD = 0.05  # least length spread for that fit, in heavy lengths
@@ -125,19 +127,27 @@ class _Comparison:
     Args:
         ways: all of them.
         growth: makes times after texts of different lengths comparable.
-        known: seconds of a token after no others, by way.
+        known: seconds of a token after no others, by way; until the way is timed.
     """
 
     def __init__(self, ways: Sequence[Guessing], growth: Growth, known: Mapping[Guessing, float]) -> None:
-        self.ways, self._growth, self._length = ways, growth, 0
-        self._timed = {way: (seconds, 0.0) for way, seconds in known.items()}
+        self.ways, self._growth, self._length, self._known = ways, growth, 0, known
+        self._blocks = {way: deque[tuple[float, float]](maxlen=_BLOCKS) for way in ways}
         self._saved = dict.fromkeys(self.ways, 0.0)
         self.guessing = min(known, key=known.__getitem__) if known else self.ways[-1]
         self.restart()
 
     def seconds(self, length: float) -> dict[Guessing, float]:
-        """A token's seconds after `length` others, by its way; recent blocks count most."""
-        return {way: self._growth.moved(seconds, before, length) for way, (seconds, before) in self._timed.items()}
+        """A token's seconds after `length` others, by its way."""
+        found = {way: self._growth.moved(seconds, 0.0, length) for way, seconds in self._known.items()}
+        for way, blocks in self._blocks.items():
+            if blocks:
+                found[way] = min(self._growth.moved(seconds, before, length) for seconds, before in blocks)
+        return found
+
+    def share(self, way: Guessing) -> float:
+        """The share of the time to retry a way."""
+        return _SHARE if len(self._blocks[way]) == _BLOCKS else _EARLY_SHARE
 
     def restart(self) -> None:
         """Start to time a block."""
@@ -158,8 +168,7 @@ class _Comparison:
         mean, behind = self._spent / self._tokens, self._lengths / self._tokens
         if self.guessing == Guessing.NOTHING:
             self._growth.add(behind, mean)
-        known = self.seconds(behind).get(self.guessing, mean)
-        self._timed[self.guessing] = known + _WEIGHT * (mean - known), behind
+        self._blocks[self.guessing].append((mean, behind))
         before, spent = self.guessing, self._spent
         self._tokens, self._lengths, self._spent = 0, 0, 0.0
         self.guessing = self._next(spent)
@@ -174,7 +183,7 @@ class _Comparison:
         best = self._best(seconds)
         for way in self.ways:
             if way != best:
-                self._saved[way] += _SHARE * spent
+                self._saved[way] += self.share(way) * spent
                 if self._saved[way] >= self._price(seconds, way, best):
                     self._saved[way] = 0.0
                     return way
@@ -201,8 +210,8 @@ class QuickestGuessing:
     """Uses the way with the least time a token here, and spends about a hundredth of the time on trying each other way.
 
     A way that was never tried is tried at once. Later a way is tried again once a hundredth of the time since then
-    covers the expected cost. The best way may depend on the number of requests at once, so each number has a
-    comparison.
+    covers the expected cost; a twentieth, while this run has hardly timed the way. The best way may depend on the
+    number of requests at once, so each number has a comparison.
 
     A request that begins alone may be decoded by one process, if guesses gain little over some requests, and if that
     takes less than the layout's best way. The slower choice is tried again by the same rule as a way.
@@ -298,7 +307,7 @@ class QuickestGuessing:
             return True
         best = min(self._alone.seconds(length).values())
         loss = min(max(abs(best - of_one) / min(best, of_one), _LEAST_LOSS), _MOST_LOSS)
-        self._saved_tokens += _SHARE * length
+        self._saved_tokens += self._one_process.share(Guessing.NOTHING) * length
         tries_again = self._saved_tokens >= loss * length
         if tries_again:
             self._saved_tokens = 0.0

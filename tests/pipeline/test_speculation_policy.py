@@ -79,6 +79,15 @@ def test_what_is_known_is_where_it_begins():
     assert decoding.policy.way_seconds(0) == pytest.approx((1.0, 1.0, 1.3, 0.0))
 
 
+@pytest.mark.parametrize("known", [(), (4.0, 0.0, 1.5)], ids=["in this run", "in an earlier run"])
+def test_a_way_that_was_timed_on_a_busy_machine_is_soon_tried_again(known):
+    decoding = Decoding([NOTHING, EXITS], {NOTHING: 4.0, EXITS: 1.5}, known)
+    decoding.tokens(20)
+    decoding.seconds[NOTHING] = 1.0
+    decoding.tokens(250)
+    assert decoding.tokens(100)[1] < 1.1
+
+
 def test_a_longer_text_is_no_slower_way():
     """Nothing was timed behind a long prompt, where everything takes three times as long."""
     decoding = Decoding([NOTHING, EXITS], {NOTHING: 1.0, EXITS: 1.2}, heavy_length=1000)
