@@ -15,6 +15,8 @@ from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.rows_range import RowsRange
 from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -73,6 +75,15 @@ def test_tokens_are_ordinary_decodings(model_folder: ModelFolder, layout: dict, 
     with PPDRuntime(folder, exit_head=head, **layout, **settings) as runtime:
         for _ in range(2):
             assert runtime.generate(PROMPT, **params).token_ids == text
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_a_gpu_chooses_the_cpus_tokens(filters: dict) -> None:
+    sampler = Sampler(SamplingParams(seed=5, temperature=0.7, **filters))
+    for position in range(1, 60):
+        logits = 3 * torch.randn(128_256, generator=torch.Generator().manual_seed(position))
+        history = [7] * position
+        assert sampler.choose(logits.cuda(), history) == sampler.choose(logits, history)
 
 
 def test_padded_passes_read_slots_and_are_recorded(model_folder: ModelFolder) -> None:
