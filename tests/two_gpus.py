@@ -300,6 +300,26 @@ class NewTensors(TorchFunctionMode):
         return on_gpu(function(*args, **given | {"device": "cpu"}), index)
 
 
+_WAIT = {"tolist", "item", "__int__", "__float__", "__bool__"}
+"""What waits for a GPU's numbers, besides `cpu`."""
+
+
+class Waits(TorchFunctionMode):
+    """Counts the waits for a GPU, and the numbers that are sent there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = self.sent = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        self.waits += name in _WAIT and isinstance(args[0], Tensor) and args[0].is_cuda
+        self.sent += name == "tensor" and torch.device((kwargs or {}).get("device") or "cpu").type == "cuda"
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def two_gpus() -> Iterator[TwoGpus]:
     """Have `torch.cuda` be the stand-in. New tensors are the GPUs' in the thread that calls this only."""

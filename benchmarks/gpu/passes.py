@@ -11,9 +11,10 @@ from torch import Tensor
 
 from benchmarks.gpu.parts import bandwidths
 from benchmarks.gpu.scene import Row, Rows, Scene
-from ppd_runtime.models.compiled.graphs import Recordings
 from ppd_runtime.models.pass_kinds import PassKind
+from ppd_runtime.models.stage.graphs import Recordings
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.row_attention import ROWS
 
 _MANY_RECORDINGS, _PASSES_EACH = 70, 16
 """More than are kept, and as many passes of each as make room for others."""
@@ -47,6 +48,10 @@ def bits(scene: Scene) -> Rows:
         yield about | {"checked": "two stages in a process", "equal": all(map(torch.equal, both[:6], both[2:]))}
         for rows in scene.choose((2, 4, 8, 15), (2,)):
             yield about | {"rows": rows, ROWS_KEEP_THEIR_BITS: _rows_alone(stage, rows)}
+        padded = scene.stage("small", dtype, padded=True)
+        yield about | {"checked": "rows of padded passes, each as alone", "equal": _rows_alone(padded, ROWS)}
+        if scene.device.type == "cuda":
+            yield about | {"checked": "padded passes read slots", "equal": padded.reads_slots}
 
 
 def _states_at(stage: LayerRange, positions: Sequence[int], capacity: int) -> list[Tensor]:
@@ -105,12 +110,12 @@ def _rows_alone(stage: LayerRange, rows: int) -> bool:
 
 
 def llama(scene: Scene) -> Rows:
-    """One-token passes of Llama-3-8B's shape, eager, launched and recorded: milliseconds, the share of the bandwidth
-    of a copy, and what each pass asks for.
+    """One-token passes of Llama-3-8B's shape, eager, launched, recorded and padded: milliseconds, the share of the
+    bandwidth of a copy, and what each pass asks for.
     """
     copy = next(bandwidths(scene))["GB/s"]
-    for kinds, ways in (((), ("eager",)), ((PassKind.ONE,), ("launched", "recorded"))):
-        stage = scene.stage("llama3-8b", torch.bfloat16, *kinds)
+    for kinds, ways in (((), ("eager",)), ((PassKind.ONE,), ("launched", "recorded")), ((), ("padded",))):
+        stage = scene.stage("llama3-8b", torch.bfloat16, *kinds, padded=ways == ("padded",))
         for way in ways:
             if way == "recorded" and not _recordings(stage):
                 continue

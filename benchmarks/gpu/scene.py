@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.models import random_config, random_model
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.rows_range import RowsRange
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -32,11 +33,11 @@ class Scene:
         """How much of something."""
         return pretended if self.pretend else real
 
-    def stage(self, shape: str, dtype: torch.dtype, *kinds: int) -> LayerRange:
-        """The whole of such a model, with compiled code for these kinds of passes."""
+    def stage(self, shape: str, dtype: torch.dtype, *kinds: int, padded: bool = False) -> LayerRange:
+        """The whole of such a model, with compiled code for these kinds of passes; or its passes are `padded`."""
         model = random_model(random_config(self.choose(shape, "little")), dtype, self.device)
         if not kinds:
-            return LayerRange(model)
+            return RowsRange(model) if padded else LayerRange(model)
         from ppd_runtime.models.compiled.export import compile_layers
         from ppd_runtime.models.compiled.passes import CompiledLayers
 

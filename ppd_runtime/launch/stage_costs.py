@@ -19,9 +19,9 @@ from ppd_runtime.launch.supervisor import Progress
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.config import model_config, skeleton_of
 from ppd_runtime.models.checkpoint.dtype import cpu_threads
-from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.pass_kinds import PassKind, head_kind
 from ppd_runtime.models.stage.emulation import emulated
+from ppd_runtime.models.stage.graphs import current_device
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
 from ppd_runtime.sampling.params import SamplingParams

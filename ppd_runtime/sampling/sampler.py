@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
 from ppd_runtime.sampling.constraint import Constraint
+from ppd_runtime.sampling.gpu_choice import NoiseAhead, highest_there, scaled_there
 from ppd_runtime.sampling.highest import NO_TOKEN, best, best_with_values, choice, choices, first_highest
 from ppd_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.sampling.noise import gumbel_noise
@@ -67,6 +68,7 @@ class Sampler:
         self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
         self._of_prompt: list[TokenLogprobs] = []
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
+        self._noise_there = NoiseAhead(params.seed)
         self._top_k, self._min_p = params.top_k or 0, params.min_p or 0.0
         self._top_p = 1.0 if params.top_p is None else params.top_p
         self._temperature = LogitsProcessorList()
@@ -130,6 +132,10 @@ class Sampler:
         """The token, or NO_TOKEN."""
         if self.plain:
             return choice(logits)
+        if self._stays_there(logits):
+            token = self._choice_there(logits, len(history))
+            if token is not None:
+                return token
         logits = _on_the_cpu(logits)
         if self._by_numpy:
             token = self._choice_without_doubt(self._constrained(logits, history).numpy(), len(history))
@@ -157,6 +163,22 @@ class Sampler:
             if not up_to_it > (1 - self._top_p + _DOUBT) * weights.sum():
                 return None
         return token
+
+    def _stays_there(self, logits: Tensor) -> bool:
+        """Whether noise alone changes logits that lie on a GPU."""
+        return not logits.is_cpu and self._by_numpy and self.constraint is None
+
+    def _choice_there(self, logits: Tensor, position: int) -> int | None:
+        """`_choice_without_doubt` on the logits' GPU."""
+        if self._top_k and self._top_p < 1:
+            return None
+        found = highest_there(scaled_there(logits, self.scale), self._noise_there.at(position, logits))
+        self._noise_there.prepare(position + 1, logits.shape[-1])
+        if not math.isfinite(found.score) or (self._top_k and not found.higher < self._top_k):
+            return None
+        if self._min_p and not math.exp(-found.behind) > max(self._min_p * (1 + _DOUBT), _LEAST_SURE):
+            return None
+        return found.token if self._top_p == 1 or found.share > 1 - self._top_p + _DOUBT else None
 
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -207,6 +229,9 @@ class Sampler:
 
     def _noisy_rows(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
         """`[texts, vocab_size]`, like the logits, with one call for all texts instead of one each."""
+        if self._stays_there(logits) and not self._filters:
+            noise = [self._noise_there.at(len(text), logits) for text in histories]
+            return scaled_there(logits, self.scale) + torch.stack(noise)
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
             return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
@@ -359,7 +384,7 @@ class TimedSampler(Sampler):
 
 
 def _on_the_cpu(logits: Tensor) -> Tensor:
-    """Move logits to the CPU, which decides all tokens but highest logits: on GPUs a running sum, such as top-p's, may
+    """Move logits to the CPU, which decides where sums have to be exact: on GPUs a running sum, such as top-p's, may
     differ each time, and so may the token at its border.
     """
     return logits if logits.is_cpu else logits.cpu()

@@ -13,8 +13,8 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import load_tokenizer
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.token_trie import constraint_of
-from ppd_runtime.models.compiled.graphs import current_device
 from ppd_runtime.models.stage.emulation import emulated
+from ppd_runtime.models.stage.graphs import current_device
 from ppd_runtime.models.trained.exit_heads import ModelHead, OracleHead, ShortlistSampler, TrainedHead
 from ppd_runtime.models.trained.heads import HeadInfo, load_head
 from ppd_runtime.pipeline.messages import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from two_gpus import TwoGpus, on_gpu, two_gpus
 
-from ppd_runtime.models.compiled.graphs import Recordings
+from ppd_runtime.models.stage.graphs import Recordings
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.transport import collective_groups as groups
 from ppd_runtime.transport.collective_groups import Channel, CollectiveBackend, PairStore

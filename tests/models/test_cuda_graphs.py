@@ -15,8 +15,8 @@ from two_gpus import NewTensors, TwoGpus, two_gpus
 from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
-from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer
+from ppd_runtime.models.stage.graphs import Recordings, current_device
 from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.pipeline.messages import Shutdown
 from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, PaperLayout, StagedLayout
@@ -49,10 +49,15 @@ def doubling(gpus: TwoGpus, lost: bool = False) -> Callable[[Tensor, Tensor], Te
     return launch
 
 
+def placed(hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    """A pass's inputs: states and their position."""
+    return hidden, torch.full((1,), position, device=hidden.device)
+
+
 def check(recordings: Recordings, launch: Callable[[Tensor, Tensor], Tensor], index: int, key: str = "it") -> None:
     for position in range(3):
         hidden = states(index, position)
-        assert torch.equal(recordings.run(key, hidden, position, launch), 2 * hidden + position)
+        assert torch.equal(recordings.run(key, placed(hidden, position), launch), 2 * hidden + position)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -162,7 +167,7 @@ def test_requests_that_take_turns_do_not_record_each_pass_anew(gpus: TwoGpus) ->
     for _ in range(20):
         for request in range(100):
             hidden = states(1, request)
-            assert torch.equal(recordings.run(request, hidden, 3, doubling(gpus)), 2 * hidden + 3)
+            assert torch.equal(recordings.run(request, placed(hidden, 3), doubling(gpus)), 2 * hidden + 3)
             passes += 1
     assert len(gpus.graphs) <= 64 + passes / 16
 
@@ -180,7 +185,8 @@ def test_threads_capture_one_after_the_other(gpus: TwoGpus, caplog: pytest.LogCa
 
         meeting.wait(10)
         with NewTensors():
-            return all(torch.equal(recordings.run(i, states(1, i), 0, launch), 2 * states(1, i)) for i in range(40))
+            inputs = [placed(states(1, i), 0) for i in range(40)]
+            return all(torch.equal(recordings.run(i, some, launch), 2 * some[0]) for i, some in enumerate(inputs))
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(serve, range(2)))

@@ -13,7 +13,10 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.compiling import compile_ahead
 from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.rows_range import RowsRange
 from ppd_runtime.models.trained.exit_heads import OracleHead
+from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -72,6 +75,35 @@ def test_tokens_are_ordinary_decodings(model_folder: ModelFolder, layout: dict, 
     with PPDRuntime(folder, exit_head=head, **layout, **settings) as runtime:
         for _ in range(2):
             assert runtime.generate(PROMPT, **params).token_ids == text
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_a_gpu_chooses_the_cpus_tokens(filters: dict) -> None:
+    sampler = Sampler(SamplingParams(seed=5, temperature=0.7, **filters))
+    for position in range(1, 60):
+        logits = 3 * torch.randn(128_256, generator=torch.Generator().manual_seed(position))
+        history = [7] * position
+        assert sampler.choose(logits.cuda(), history) == sampler.choose(logits, history)
+
+
+def test_padded_passes_read_slots_and_are_recorded(model_folder: ModelFolder) -> None:
+    """Rows of a tree have the bits of their own passes, recorded or launched; tokens are ordinary decoding's."""
+    folder, settings = folder_of(model_folder), SETTINGS | {"compile": False, "rows_share_weights": True}
+    stage, parents = RowsRange(load_stage(describe(folder), 4, torch.bfloat16, "cuda").model), [-1, 0, 0, 2, -1]
+    assert stage.reads_slots
+    found = []
+    for recordings in (stage._recordings, None):
+        stage._recordings = recordings
+        stage.begin(600)
+        stage.run(0, 4, [7] * 510, 0)
+        found.append(stage.run_tree([5, 6, 7, 8, 9], parents, 510))
+        stage.truncate(510)
+        found.append(torch.cat([stage.run(0, 4, [token], 510 + i) for i, token in enumerate((5, 7, 8))], dim=1))
+        assert torch.equal(found[-2][:, [0, 2, 3]], found[-1])
+    assert torch.equal(found[0], found[2])
+    text = OrdinaryDecoding(folder, **settings).generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids
+    with PPDRuntime(folder, stages=2, k=2, launcher="processes", **settings) as runtime:
+        assert runtime.generate(PROMPT, max_new_tokens=60, ignore_eos=True).token_ids == text
 
 
 @pytest.mark.parametrize("compiled", [False, True])

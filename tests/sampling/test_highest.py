@@ -1,37 +1,16 @@
 """The highest scores: the same on GPUs, which are waited for once."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from two_gpus import NewTensors, on_gpu
+from two_gpus import NewTensors, Waits, on_gpu
 
 from ppd_runtime.models.trained.exit_heads import ShortlistSampler
 from ppd_runtime.sampling.highest import best, best_of_each
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
-
-WAIT = {"tolist", "item", "__int__", "__float__", "__bool__"}
-"""What waits for a GPU's numbers, besides `cpu`."""
-
-
-class Waits(TorchFunctionMode):
-    """Counts the waits for a GPU, and the numbers that are sent there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = self.sent = 0
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(function, "__name__", "")
-        self.waits += name in WAIT and isinstance(args[0], Tensor) and args[0].is_cuda
-        self.sent += name == "tensor" and torch.device((kwargs or {}).get("device") or "cpu").type == "cuda"
-        return function(*args, **(kwargs or {}))
 
 
 def scores(rows: int, seed: int) -> Tensor:

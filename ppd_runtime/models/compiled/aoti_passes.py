@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.models.compiled.graphs import Recordings, current_device
 from ppd_runtime.models.native.layers import reads_mask
 from ppd_runtime.models.stage.caches import PreallocatedLayer
+from ppd_runtime.models.stage.graphs import Recordings, current_device
 from ppd_runtime.models.stage.trees import TokenTree, chain_of
 
 _LARGEST_RECORDED = 2**28
@@ -114,9 +114,11 @@ class LaunchedPasses:
             tensors = [tensor for pair in rows for tensor in pair]
             places = tuple(tensor.data_ptr() for tensor in tensors)
             key = (key, tree, tensors[0].shape[0], places)
-            written = [tensor[position : position + tokens] for tensor in tensors]
             with current_device(self._device):
-                return self._recordings.run(key, hidden, position, launch, written)
+                where = torch.full((1,), position, dtype=torch.int64, device=hidden.device)
+                return self._recordings.run(
+                    key, (hidden, where), launch, lambda: [rows[position : position + tokens] for rows in tensors]
+                )
         with current_device(self._device):
             return launch(hidden, self._position.fill_(position))
 

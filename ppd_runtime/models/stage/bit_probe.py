@@ -42,6 +42,7 @@ def output_hashes(stage: LayerRange, with_head: bool = True) -> dict[str, str]:
     sample, tokens = stage.over(_sample_model(stage.model)), max(_PROMPTS) + 1 + _CHAIN
     states = _states(sample, tokens)
     hashes = {"the rows of a pass": str(stage.rows_of_a_pass or 1)}
+    hashes["attention over slots"] = str(stage.reads_slots)
     for size in _PROMPTS:
         sample.begin(tokens)
         hashes[f"a layer over {size} tokens"] = _hash(sample.run(0, 1, states[:, :size], 0))

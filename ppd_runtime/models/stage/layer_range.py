@@ -50,6 +50,8 @@ class LayerRange(HeldSequence):
 
     rows_of_a_pass: ClassVar[int | None] = None
     """Rows of every pass, if it is padded to a fixed number of them; see `RowsRange`."""
+    reads_slots = False
+    """Whether padded passes read the texts' caches where they lie; see `RowsRange`."""
 
     def __init__(
         self,

@@ -1,13 +1,14 @@
-"""Attention of a pass whose rows follow different texts: each row's is computed by itself, in the library's own code.
+"""Attention of a pass whose rows follow different texts: each row's is computed by itself.
 
-What the rows see is gathered, one row's entries behind those of another, and each row attends to its own alone: it has
-the bits of its own pass, whatever is beside it. In other passes the library's attention runs as it is.
+Here in the library's own code: what the rows see is gathered, one row's entries behind those of another, and each row
+attends to its own alone. It has the bits of its own pass, whatever is beside it. `SlotRows` gathers nothing. In other
+passes the library's attention runs as it is.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,25 @@ class RunningRows:
         of_keys, of_values = (found[0] if len(found) == 1 else torch.cat(found) for found in parts)
         return of_keys.transpose(0, 1)[None], of_values.transpose(0, 1)[None]
 
+    def attend(
+        self,
+        compute: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of queries `[1, heads, ROWS, dim]` to what `append` has given, `[1, ROWS, heads, value_dim]`.
+
+        `compute` is the library's attention; rows without a token have zeros.
+        """
+        keys, values, found = key.split(self.lengths, dim=2), value.split(self.lengths, dim=2), list[Tensor]()
+        for i, (of_row, to) in enumerate(zip(keys, values, strict=True)):
+            found.append(compute(module, query[:, :, i : i + 1], of_row, to, None, **kwargs)[0])
+        missing = found[0].new_zeros(1, query.shape[2] - len(found), *found[0].shape[2:])
+        return torch.cat([*found, missing], dim=1), None
+
     def _seen_in(self, window: int | None) -> list[list[slice | Tensor]]:
         """What each row of each text sees in layers with such a window."""
         if window not in self._seen:
@@ -75,10 +95,31 @@ def _write(layer: PreallocatedLayer, own: slice | Tensor, keys: Tensor, values: 
     layer.keys[:, :, own], layer.values[:, :, own] = keys, values
 
 
-_running: ContextVar[RunningRows | None] = ContextVar("rows", default=None)
+class Rows(Protocol):
+    """The rows of a pass that is running: `RunningRows`, or `SlotRows`."""
+
+    size: int
+    """Rows with a token, or all."""
+
+    def append(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the rows' entries in layer `number`; what `attend` is given."""
+
+    def attend(
+        self,
+        compute: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention of the layer that has written last."""
 
 
-def with_rows(rows: RunningRows, run: Callable[[], Tensor]) -> Tensor:
+_running: ContextVar[Rows | None] = ContextVar("rows", default=None)
+
+
+def with_rows(rows: Rows, run: Callable[[], Tensor]) -> Tensor:
     """Run a pass over these rows."""
     before = _running.set(rows)
     try:
@@ -93,7 +134,7 @@ class RowsLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, number: int, rows: RunningRows) -> None:
+    def __init__(self, number: int, rows: Rows) -> None:
         super().__init__()
         self._number, self._rows, self.is_initialized = number, rows, True
 
@@ -142,10 +183,14 @@ def mixes_rows(part: nn.Module) -> bool:
     return stacked or any("Expert" in type(module).__name__ for module in part.modules())
 
 
+def usual_attention(model: PreTrainedModel) -> str:
+    """The name of a model's attention in other passes than those over rows."""
+    return (model.config._attn_implementation or "").removeprefix(_PREFIX)
+
+
 def can_attend_by_row(model: PreTrainedModel) -> bool:
     """Whether a model's attention can be computed row by row, in code that does not ask for its name."""
-    name: str = model.config._attn_implementation or ""
-    known = name.removeprefix(_PREFIX) in ("sdpa", SHARED_HEADS, "eager")
+    known = usual_attention(model) in ("sdpa", SHARED_HEADS, "eager")
     return known and not asks_for_its_name(type(model).__module__)
 
 
@@ -163,17 +208,18 @@ def _by_row(usual: str) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of queries `[1, heads, tokens, dim]`, `[1, tokens, heads, value_dim]`."""
-        of_module = sys.modules[type(module).__module__]
-        compute: Any = of_module.eager_attention_forward if usual == "eager" else ALL_ATTENTION_FUNCTIONS[usual]
+        compute = attention_of(module, usual)
         if (rows := _running.get()) is None:
             return compute(module, query, key, value, attention_mask, **kwargs)
-        keys, values, found = key.split(rows.lengths, dim=2), value.split(rows.lengths, dim=2), list[Tensor]()
-        for i, (of_row, to) in enumerate(zip(keys, values, strict=True)):
-            found.append(compute(module, query[:, :, i : i + 1], of_row, to, None, **kwargs)[0])
-        missing = found[0].new_zeros(1, query.shape[2] - len(found), *found[0].shape[2:])
-        return torch.cat([*found, missing], dim=1), None
+        return rows.attend(compute, module, query, key, value, **kwargs)
 
     return attend
+
+
+def attention_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The library's attention of this name for a module."""
+    eager: Any = sys.modules[type(module).__module__]
+    return eager.eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _no_mask_of_rows(usual: str) -> Callable[..., Tensor | None]:

@@ -1,22 +1,41 @@
 """Whether rows may share passes here: whether a product's row depends on nothing but itself, in every shape of a model.
 
 The products are of pairs that cancel: each sum is 0 but for the rounding on the way, so the result shows the order in
-which a kernel adds, in bfloat16 too, which would round other results alike.
+which a kernel adds, in bfloat16 too, which would round other results alike. And whether attention over slots computes
+what the library's does.
 """
 
-from collections.abc import Iterable
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import library_masks_fit
 from ppd_runtime.models.stage.decoder_parts import decoder_in
 from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
-from ppd_runtime.models.stage.row_attention import ROWS, can_attend_by_row, mixes_rows
+from ppd_runtime.models.stage.row_attention import (
+    ROWS,
+    RunningRows,
+    attention_of,
+    can_attend_by_row,
+    mixes_rows,
+    usual_attention,
+)
 from ppd_runtime.models.stage.slicing import FinalHead
+from ppd_runtime.models.stage.trees import TextRows
+
+logger = logging.getLogger(__name__)
 
 _MOST_NUMBERS = 2**25
 """Weights of a matrix that is tried; of larger ones fewer outputs."""
@@ -115,3 +134,102 @@ def _paired(number: int, inputs: int, order: Tensor, generator: torch.Generator)
 
 def _in_order(part: Tensor, order: Tensor) -> Tensor:
     return torch.cat([part[:, : len(order)][:, order], part[:, len(order) :]], dim=1)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def attends_to_slots(model: PreTrainedModel) -> bool:
+    """Whether padded passes read the texts' caches where they lie, in our own kernel; else they gather what rows see.
+
+    Like the above, all stages and ordinary decoding find the same.
+    """
+    if not has_kernels(model.device):
+        return False
+    if reason := _why_not_to_slots(model):
+        logger.warning("rows_share_weights: attention gathers what each row sees, because %s", reason)
+    return reason is None
+
+
+_ATTENTION_WITH_MORE = re.compile(r"\b(s_aux|sinks|position_bias)\b")
+"""What a model's attention may add to scores that the kernel does not."""
+_TRIED = ((1, 0), (513, 1), (64, 0), (1100, 4), (511, 0), (65, 3), (512, 2), (63, 1))
+"""Entries that the tried rows see, and how many of the newest lie elsewhere than at their positions."""
+_WINDOWS = (None, 100)
+_LEAST_ERROR = 2e-5
+"""Relative to the whole result; or twice the number format's step, if that is more."""
+
+
+def _why_not_to_slots(model: PreTrainedModel) -> str | None:
+    config, name = model.config, usual_attention(model)
+    found = (part for part in decoder_in(model).layers[0].modules() if hasattr(part, "num_key_value_groups"))
+    module = next(found, None)
+    if module is None or _ATTENTION_WITH_MORE.search(inspect.getsource(sys.modules[type(module).__module__])):
+        return "the model's code for attention is unknown"
+    heads, groups = config.num_attention_heads, int(module.num_key_value_groups)
+    numbers = tuple((name, value) for name, value in vars(module).items() if isinstance(value, int | float | None))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dims = getattr(config, "qk_head_dim", head_dim), getattr(config, "v_head_dim", head_dim)
+    cap = getattr(config, "attn_logit_softcapping", None)
+    shape = heads, groups, *dims
+    try:
+        agrees = _kernel_agrees(attention_of(module, name), shape, numbers, cap, model.dtype, model.device)
+    except AttributeError as error:
+        return f"the model's attention reads more than numbers of its module: {error}"
+    return None if agrees else f"the kernel does not compute what the model's attention ({name}) does"
+
+
+@lru_cache
+@torch.inference_mode()
+def _kernel_agrees(
+    compute: Callable[..., Any],
+    shape: tuple[int, ...],
+    of_module: tuple[tuple[str, float | None], ...],
+    cap: float | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether attention over slots gives what the library's gives over gathered entries, up to rounding, and gives rows
+    the same bits beside others and in other places.
+
+    `shape`: heads, query heads of a key head, and numbers of a key and of a value. `of_module`: the module's numbers,
+    which the library's attention may ask for.
+    """
+    from ppd_runtime.models.stage.slot_rows import slot_tables  # it needs Triton
+
+    (heads, groups, *dims), generator = shape, torch.Generator().manual_seed(0)
+
+    def drawn(heads: int, dim: int) -> Tensor:
+        return torch.randn(1, heads, ROWS, dim, generator=generator, dtype=torch.float32).to(device, dtype)
+
+    inputs = [drawn(heads, dims[0]), *(drawn(heads // groups, dim) for dim in dims)]
+    texts = [_tried_text(seen, elsewhere, inputs, generator) for seen, elsewhere in _TRIED]
+    module: Any = SimpleNamespace(**dict(of_module))
+
+    def attended(rows: Any, number: int, turned: bool = False) -> Tensor:
+        query, key, value = (part.flip(2) if turned else part for part in inputs)
+        found = rows.append(number, key, value)
+        output: Tensor = rows.attend(compute, module, query, *found, **({"softcap": cap} if cap else {}))[0][0]
+        return output.float()
+
+    numbers, least = tuple(range(len(_WINDOWS))), max(_LEAST_ERROR, 2 * torch.finfo(dtype).eps)
+    all_rows, turned = (slot_tables(some, numbers, ROWS) for some in (texts, texts[: ROWS // 2 - 1 : -1]))
+    for number in numbers:
+        expected = attended(RunningRows(texts, device), number)
+        ours = attended(all_rows.rows(all_rows.table.to(device)), number)
+        others = attended(turned.rows(turned.table.to(device)), number, turned=True)[: ROWS // 2]
+        if not (others.equal(ours.flip(0)[: ROWS // 2]) and (ours - expected).norm() <= least * expected.norm()):
+            return False
+    return True
+
+
+def _tried_text(seen: int, elsewhere: int, inputs: list[Tensor], generator: torch.Generator) -> TextRows:
+    """A text with one row, which sees `seen` random entries, the last `elsewhere` of them not at their positions."""
+    cache = StageCache(_WINDOWS, seen + elsewhere)
+    for layer in cache.layers:
+        layer.lazy_initialization(*inputs[1:])
+    cache.fill(generator)
+    path = tuple(range(elsewhere, 2 * elsewhere)) or (0,)
+    return TextRows(cache, seen - len(path), [path])

@@ -6,6 +6,7 @@ if they depend neither on the other rows nor on its place. `row_probe` finds tha
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +18,20 @@ from ppd_runtime.models.stage.caches import SomeLayersCache
 from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, shallow_copy
+from ppd_runtime.models.stage.graphs import Recordings, current_device
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.row_attention import (
     ROWS,
     RowByRow,
+    Rows,
     RowsLayer,
     RunningRows,
     attend_by_row,
     mixes_rows,
     with_rows,
 )
+from ppd_runtime.models.stage.row_probe import attends_to_slots
+from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.trees import TextRows, chain_of, token_tree
 
 
@@ -34,6 +39,9 @@ class RowsRange(LayerRange):
     """A `LayerRange` in the library's own code, each of whose passes has `ROWS` rows; prompts run as usual.
 
     Attention and experts run row by row, and all other layers over all rows at once. More tokens take several passes.
+
+    With attention over slots a pass is told its rows in device memory. So on a GPU one recording for each doubling of
+    the longest text serves all passes through the same layers.
     """
 
     rows_of_a_pass = ROWS
@@ -48,7 +56,14 @@ class RowsRange(LayerRange):
         if compiled:
             raise ValueError("rows_share_weights with compiled passes: leave one of them out")
         super().__init__(model, None, first_layer, longest_in_chunks)
+        self.reads_slots = attends_to_slots(model)
+        """Whether attention reads the texts' caches where they lie; else what rows see is gathered."""
+        self._recordings = Recordings() if self.reads_slots and self._on_cuda else None
         attend_by_row(model)
+
+    @property
+    def _recorded(self) -> int:
+        return self._recordings.made if self._recordings else 0
 
     def compiles_chains(self, tokens: int) -> bool:
         """Whether a chain's tokens have the bits of their own passes: always."""
@@ -87,21 +102,41 @@ class RowsRange(LayerRange):
 
     def _run_padded(self, first: int, last: int, hidden: Tensor, texts: Sequence[TextRows]) -> Tensor:
         """One pass over at most `ROWS` rows, `[1, rows, hidden_size]`."""
-        rows, subset = RunningRows(texts, self.device), self._range(first, last)
+        subset, padded, size = self._range(first, last), _padded(hidden), hidden.shape[1]
+        if self.reads_slots:
+            return self._run_slots(subset, padded, texts)[:, :size]
         places = [text.kept + len(path) - 1 for text in texts for path in text.paths]
-        feed = {
-            "inputs_embeds": _padded(hidden),
-            "position_ids": torch.tensor([places + places[:1] * (ROWS - len(places))], device=self.device),
-            CACHE_ARGUMENT: SomeLayersCache([RowsLayer(number, rows) for number in subset.numbers], subset.numbers),
-        }
-        states = with_rows(rows, lambda: subset.decoder(**feed, use_cache=True).last_hidden_state)
-        return states[:, : len(places)]
+        positions = torch.tensor([places + places[:1] * (ROWS - size)], device=self.device)
+        return run_decoder(subset, padded, positions, RunningRows(texts, self.device))[:, :size]
 
+    def _run_slots(self, subset: LayerSubset, hidden: Tensor, texts: Sequence[TextRows]) -> Tensor:
+        from ppd_runtime.models.stage.slot_rows import own_entries, slot_tables  # they need Triton
+
+        of_pass = slot_tables(texts, subset.numbers, ROWS)
+
+        def launch(hidden: Tensor, table: Tensor) -> Tensor:
+            rows = of_pass.rows(table)
+            return run_decoder(subset, hidden, rows.places(), rows)
+
+        table = of_pass.table.to(self.device)
+        if not self._recordings:
+            return launch(hidden, table)
+        with current_device(self.device):
+            written = partial(own_entries, texts, subset.numbers)
+            return self._recordings.run(of_pass.kind, (hidden, table), launch, written)
+
+    @torch.inference_mode()
     def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
         """`[*tokens, vocab_size]` float32 logits, of `ROWS` tokens at a time."""
-        with torch.inference_mode():
-            parts = [self.head(_padded(some))[:, : some.shape[1]] for some in self._here(hidden).split(ROWS, dim=1)]
-            return torch.cat(parts, dim=1).view(*tokens, -1).float()
+        parts = [self._head_of(_padded(some))[:, : some.shape[1]] for some in self._here(hidden).split(ROWS, dim=1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(*tokens, -1)
+
+    def _head_of(self, hidden: Tensor) -> Tensor:
+        """Float32 logits of a pass's rows, `[1, ROWS, vocab_size]`."""
+        if not self._recordings:
+            return self.head(hidden).float()
+        with current_device(self.device):
+            return self._recordings.run("head", (hidden,), lambda hidden: self.head(hidden).float())
 
     def _stand_in(self, number: int, layer: torch.nn.Module) -> torch.nn.Module:
         mixing = {name: RowByRow(part) for name, part in layer.named_children() if mixes_rows(part)}
@@ -110,6 +145,13 @@ class RowsRange(LayerRange):
             for name, part in mixing.items():
                 setattr(layer, name, part)
         return super()._stand_in(number, layer)
+
+
+def run_decoder(subset: LayerSubset, hidden: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    """The states after a pass over rows at these positions, `[1, ROWS, hidden_size]`."""
+    cache = SomeLayersCache([RowsLayer(number, rows) for number in subset.numbers], subset.numbers)
+    feed = {"inputs_embeds": hidden, "position_ids": positions, CACHE_ARGUMENT: cache}
+    return with_rows(rows, lambda: subset.decoder(**feed, use_cache=True).last_hidden_state)
 
 
 def _padded(hidden: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """CUDA graphs: the launches of a pass, recorded once and replayed as one.
 
 On a GPU launching a small layer takes longer than running it. A recording holds only for the memory that it was made
-with, so there is one for each layer range, tree of tokens, number of attended rows and set of caches.
+with. Compiled passes have one for each layer range, tree of tokens, number of attended rows and set of caches. Padded
+passes read from their inputs where caches are, so one serves all passes of a layer range up to a length.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ _MOST_RECORDINGS = 64
 _PASSES_EACH = 16
 """Making a recording takes as long as several launched passes. Below this many passes per kept recording, no new one
 replaces them; this happens if more requests take turns than can be kept."""
-Launch = Callable[[Tensor, Tensor], Tensor]
-"""Runs a pass: hidden states `[1, tokens, hidden_size]` and their position `[1]`, both on the GPU, to states."""
+Launch = Callable[..., Tensor]
+"""Runs a pass: tensors on the GPU, the first hidden states `[1, tokens, hidden_size]`, to states."""
 
 
 def current_device(device: str | torch.device) -> contextlib.AbstractContextManager[object]:
@@ -37,8 +38,7 @@ def current_device(device: str | torch.device) -> contextlib.AbstractContextMana
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    hidden: Tensor
-    position: Tensor
+    inputs: Sequence[Tensor]
     output: Tensor
 
 
@@ -60,27 +60,30 @@ class Recordings:
         self._works, self._passes = True, 0
 
     def run(
-        self, key: Hashable, hidden: Tensor, position: int, launch: Launch, written: Sequence[Tensor] = ()
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        launch: Launch,
+        written: Callable[[], Sequence[Tensor]] = tuple,
     ) -> Tensor:
-        """Run the pass over `hidden`; `key` holds all that tells recordings apart. The result is the caller's.
+        """Run the pass over `inputs`; `key` holds all else that tells recordings apart. The result is the caller's.
 
         `written`: contiguous tensors that a pass writes besides its result, such as caches' rows.
         """
-        where = torch.full((1,), position, dtype=torch.int64, device=hidden.device)
         self._passes += 1
         recording = self._recordings.get(key)
         if recording is None:
             if not self._works or not self._has_room():
-                return launch(hidden, where)
+                return launch(*inputs)
             try:
-                recording = self._record(key, hidden, where, launch, written)
+                recording = self._record(key, inputs, launch, written())
             except RuntimeError as error:
                 self._works = False
                 self._recordings.clear()
                 logger.warning("CUDA graphs are left out: %s", " ".join(str(error).split())[:200])
-                return launch(hidden, where)
-        recording.hidden.copy_(hidden)
-        recording.position.copy_(where)
+                return launch(*inputs)
+        for ours, given in zip(recording.inputs, inputs, strict=True):
+            ours.copy_(given)
         recording.graph.replay()
         return recording.output.clone()
 
@@ -94,16 +97,14 @@ class Recordings:
         self._passes = 0
         return True
 
-    def _record(
-        self, key: Hashable, hidden: Tensor, position: Tensor, launch: Launch, written: Sequence[Tensor]
-    ) -> _Recording:
+    def _record(self, key: Hashable, inputs: Sequence[Tensor], launch: Launch, written: Sequence[Tensor]) -> _Recording:
         """Launch once to warm up, which writes what the replay will write again, then record and try the recording."""
         self.made += 1
-        hidden, position = hidden.clone(), position.clone()
-        with self._capturing, _aside(self._stream(hidden.device)):
-            expected = launch(hidden, position).clone()
-            graph, output = _captured(lambda: launch(hidden, position))
-        recording = _Recording(graph, hidden, position, output)
+        own = [given.clone() for given in inputs]
+        with self._capturing, _aside(self._stream(own[0].device)):
+            expected = launch(*own).clone()
+            graph, output = _captured(lambda: launch(*own))
+        recording = _Recording(graph, own, output)
         _check(recording, expected, written)
         self._recordings[key] = recording
         return recording
