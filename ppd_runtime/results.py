@@ -32,8 +32,9 @@ class News:
 
     boundaries: tuple[tuple[int, int], ...] = ()
     """Token positions in the staged layout, each with the first boundary that named the token, if asked for
-    (`boundaries=True`, `passes=True`): 0 is the text's repetitions, the number of stages none. A token's entry comes
-    before the next token, or soon after; if a first stage was lost, perhaps never. The last token has none."""
+    (`boundaries=True`, `passes=True`): 0 is guesses before layer 1, from repetitions or a drafter; the number of
+    stages is none. A token's entry comes before the next token, or soon after; if a first stage was lost, perhaps
+    never. The last token has none."""
     spans: tuple[ProcessSpans, ...] = ()
     """Passes through layers, heads and choices of each process, if they were asked for (`passes=True`)."""
 
@@ -171,7 +172,7 @@ class Stats(PathStats):
     drafts."""
     first_boundary: tuple[int, ...] = ()
     """Counts of tokens that boundary 1, 2, … of the staged layout named first, and last of those that none named; empty
-    in other layouts. Tokens named by the text's repetitions count with boundary 1; a lost first stage loses its
+    in other layouts. Tokens named before layer 1 count with boundary 1; a lost first stage loses its
     counts."""
     layout: Layout | None = None
     """How the processes shared the layers, with what was chosen at the start; None if one process decoded."""

@@ -51,6 +51,8 @@ _PLACE = options.group(
     threads_per_worker="1; on one stage all cores, at most 4",
 )
 _MOST_THREADS = 4  # of one stage; more seldom read weights faster
+_CHOOSE = {"layout", "k", "stages", "cuts", "guess_vocab", "guess_counts", "exit_head", "workers", "run_ahead"}
+"""Options that choose another layout than one stage; the others say how it runs."""
 
 
 @takes(
@@ -78,10 +80,10 @@ def chat(
 ) -> None:
     """Talk with a model: answers are streamed, and /help lists what else there is.
 
-    Without options for the layout or method it runs on one stage.
+    It runs on one stage, unless options choose another layout or a method.
     """
-    if method is options.PPD and exit_layer is None and not (layout or drafting or swift):
-        layout, place = {"stages": 1}, {"threads": min(available_cores(), _MOST_THREADS), **place}
+    if method is options.PPD and exit_layer is None and not (_CHOOSE & layout.keys() or drafting or swift):
+        layout, place = {"stages": 1, **layout}, {"threads": min(available_cores(), _MOST_THREADS), **place}
     own = own_settings(method, exit_layer, layout, drafting, swift)
     with one_line_errors(chat):
         SamplingParams(**sampling)

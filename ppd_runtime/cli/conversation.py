@@ -116,6 +116,8 @@ class Conversation:
             return ""
         if result.stats.new_tokens == self.settings.get("max_new_tokens"):
             return f"ended at max_new_tokens={result.stats.new_tokens}; /set max_new_tokens none ends it with the text"
+        if result.stats.new_tokens == _MOST_NEW_TOKENS and self._generator.info.max_positions is None:
+            return f"ended after {_MOST_NEW_TOKENS} tokens; /set max_new_tokens NUMBER allows more"
         return f"ended, for the context is full; {_WAYS_OUT}"
 
     def _asked(self, text: str) -> Turn:
@@ -135,15 +137,17 @@ class Conversation:
         return replace(params, max_new_tokens=min(params.max_new_tokens, left))
 
     def _left(self, prompt_size: int) -> int:
-        """New tokens for which there is room behind a prompt."""
+        """New tokens for which there is room behind a prompt; a model without an end gets one."""
         room, positions = self._generator.room, self._generator.info.max_positions
         bounds = [bound for bound in (positions, room and room.most) if bound is not None]
+        most: int = self.settings.get("max_new_tokens", _MOST_NEW_TOKENS)
         if not bounds:
-            return _MOST_NEW_TOKENS
+            return most
         if prompt_size >= min(bounds):
             full = f"the conversation has {prompt_size} tokens with this message, and {min(bounds)} fit"
             raise ValueError(f"{full}: it is not sent; {_WAYS_OUT if self.messages else 'give a shorter one'}")
-        return min(bounds) - prompt_size
+        left = min(bounds) - prompt_size
+        return min(left, most) if positions is None else left
 
     def _set(self, name: str, value: Any) -> None:
         check_known("/set", [name], SETTABLE)

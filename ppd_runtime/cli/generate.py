@@ -287,7 +287,7 @@ def _namers(stages: int) -> list["Text"]:
     """What may name a token first, each in its colour."""
     from rich.text import Text
 
-    names = ["the text's repetitions", *(f"boundary {number}" for number in range(1, stages))]
+    names = ["guesses before layer 1", *(f"boundary {number}" for number in range(1, stages))]
     return [Text(name, _style(number)) for number, name in enumerate(names)]
 
 

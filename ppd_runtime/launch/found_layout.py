@@ -21,9 +21,10 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, describe
 from ppd_runtime.models.checkpoint.dtype import choose_device, choose_dtype
 from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.compiling import wants_code
+from ppd_runtime.models.trained.heads import describe_heads
 from ppd_runtime.models.trained.kept_heads import kept_drafter, kept_heads
 from ppd_runtime.settings.checks import check_depth, check_int
-from ppd_runtime.settings.config import ROOM, RuntimeConfig
+from ppd_runtime.settings.config import ROOM, SHARED, RuntimeConfig
 
 logger = logging.getLogger(__name__)
 _KIND = "layout"
@@ -42,10 +43,12 @@ def with_found_layout(config: RuntimeConfig, progress: Progress) -> tuple[Runtim
     """The settings with the layout found for them in place of `layout`, and a line on it; measures it if none is known.
 
     Raises:
-        ValueError: for a model or a device that cannot be used.
+        ValueError: for a model, a device or exit heads that cannot be used.
         RuntimeError: if measuring fails.
     """
     info = describe(config.model, config.weights)
+    if isinstance(config.exit_head, str) and config.exit_head != SHARED:
+        describe_heads(config.exit_head, info)
     check_depth(info.num_layers, "pipelined decoding", config.model)
     found = _known(_about(config, info)) or _measured_once(config, info, progress)
     settings = {**found["settings"], "layout": None, "dtype": _dtype(config, info)}

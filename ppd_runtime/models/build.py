@@ -43,7 +43,7 @@ def load_stage(
     check_gpu_memory(info, first, last, dtype, device)
     model = load_layers(info, last, dtype, device, first, head_tokens)
     compiled = None
-    if rows_on and _rows_share(model, rows_on):
+    if rows_on and _rows_share(model, rows_on, told=last == info.num_layers):
         return RowsRange(model, None, first, info.longest_in_chunks)
     if code:
         from ppd_runtime.models.compiled.passes import CompiledLayers  # many imports; only compiled code needs them
@@ -53,11 +53,16 @@ def load_stage(
     return range_class(model.config)(model, compiled, first, info.longest_in_chunks)
 
 
-def _rows_share(model: PreTrainedModel, threads: int) -> bool:
+def _rows_share(model: PreTrainedModel, threads: int, told: bool) -> bool:
+    """Whether they can; if not, and it is to be `told`, which the last stage does for all, the log says why."""
     with cpu_threads(threads):
         reason = why_rows_cannot_share(model, threads)
     if reason:
-        logger.warning("rows_share_weights: each row is a pass of its own, because %s", reason)
+        logger.log(
+            logging.WARNING if told else logging.DEBUG,
+            "rows_share_weights: each row is a pass of its own, because %s",
+            reason,
+        )
     return reason is None
 
 

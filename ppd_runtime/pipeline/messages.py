@@ -227,8 +227,8 @@ class Guesses(Message):
 class Foreseen(Message):
     """First stage → client, if it asks: which boundary first named the token at `position`.
 
-    0 stands for the text's repetitions. If no boundary named the token, `boundary` is the number of stages. The message
-    is sent once; nobody waits for it.
+    0 stands for guesses before layer 1, from repetitions or a drafter. If no boundary named the token, `boundary` is
+    the number of stages. The message is sent once; nobody waits for it.
     """
 
     position: Position

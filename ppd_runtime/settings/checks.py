@@ -172,4 +172,4 @@ def check_shared_rows(compile: bool | None, weights: str | None, layout: str | N
     """Raise ValueError for settings that need other passes than `rows_share_weights`."""
     for name, value in {"compile": compile, "weights": weights, "layout": layout}.items():
         if value:
-            raise ValueError(f"rows_share_weights with {name}={value!r}, which needs other passes: drop one")
+            raise ValueError(f"rows_share_weights=True with {name}={value!r}, which needs other passes: drop one")

@@ -94,7 +94,7 @@ class RuntimeConfig(Placed):
     stages: int | None = None
     """Split the model over so many stages in a row, each layer in one place; default: the paper's layout. Behind each
     stage but the last k tokens are named that may come next, and enter the first stage before the last one decides.
-    1: all layers in this process; each pass also verifies the tokens that the text's repetitions name."""
+    1: all layers in this process; each pass also verifies the tokens that the text's repetitions or a drafter name."""
     cuts: "str | tuple[int, ...] | None" = None
     """The stages' borders, such as 3,6,9: layers before each; default: so that all take as long, heads included."""
     rows: int | None = None

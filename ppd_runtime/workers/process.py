@@ -7,9 +7,11 @@ input is closed, because the process at its other end has ended, the worker ends
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +33,7 @@ from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
+logger = logging.getLogger(__name__)
 WELCOME = b"w"
 """The byte on standard input that tells a plain process to serve."""
 _MOST_PRIORITY = 40
@@ -116,17 +119,21 @@ def _come_first(rank: int) -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(max(1, _MOST_PRIORITY - rank)))
 
 
-def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
-    """The location and bits of a worker that has loaded its layers, as a line of JSON."""
-    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits())})
+def ready_answer(worker: Worker, endpoint: Endpoint, warnings: Sequence[str] = ()) -> str:
+    """The location and bits of a worker that has loaded its layers, and what it warns of, as a line of JSON."""
+    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits()), "warnings": [*warnings]})
 
 
 def read_answer(line: str | bytes) -> tuple[str, Bits]:
-    """The location and bits in a worker's answer; raises RuntimeError with the error of a failed worker."""
+    """The location and bits in a worker's answer, whose warnings are logged here; raises RuntimeError with the error of
+    a failed worker."""
     try:
         answer = json.loads(line)
         if "error" not in answer:
-            return answer["location"], Bits(**answer["bits"])
+            found = answer["location"], Bits(**answer["bits"])
+            for warning in answer.get("warnings", ()):
+                logger.warning("%s", warning)
+            return found
         words = answer["error"]
     except (ValueError, TypeError, KeyError) as error:
         words = f"its answer cannot be read: {type(error).__name__}: {error}"
@@ -140,8 +147,9 @@ def serve_from_standard_input() -> None:
     welcome = threading.Event()
     threading.Thread(target=_answer_parent, args=(answers, welcome), daemon=True).start()
     try:
-        worker, endpoint = open_worker(order)
-        answer = ready_answer(worker, endpoint)
+        with _warnings() as warnings:
+            worker, endpoint = open_worker(order)
+            answer = ready_answer(worker, endpoint, warnings)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
@@ -149,6 +157,19 @@ def serve_from_standard_input() -> None:
     welcome.wait()
     with contextlib.closing(endpoint):
         worker.serve(endpoint)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile, which nobody would see: this process' standard error is no terminal."""
+    found: list[str] = []
+    handler, package = logging.Handler(logging.WARNING), logging.getLogger("ppd_runtime")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    package.addHandler(handler)
+    try:
+        yield found
+    finally:
+        package.removeHandler(handler)
 
 
 def _answer_parent(answers: TextIO, welcome: threading.Event) -> None:

@@ -26,9 +26,12 @@ def template(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", ["", "--stages 2 --transport local", "--k 1 --transport local", "--method layerskip"])
+@pytest.mark.parametrize(
+    "way",
+    ["", "--rows 4 --max-restarts 0", "--stages 2 --transport local", "--k 1 --transport local", "--method layerskip"],
+)
 def test_a_pipe_has_a_message_a_line(model_folder: Callable[..., Path], template: Path, way: str) -> None:
-    """One stage is the default."""
+    """One stage is the default, also with options that say how it runs."""
     folder = model_folder("llama")
     arguments = f"{folder} {way} --dtype float32 --max-new-tokens 8 --chat-template {template} --system word7".split()
     with OrdinaryDecoding(folder, dtype="float32") as ordinary:
@@ -41,7 +44,7 @@ def test_a_pipe_has_a_message_a_line(model_folder: Callable[..., Path], template
     assert result.exit_code == 0, result.output
     assert result.stdout == "".join(f"{answer}\n" for answer in answers)
     assert result.stderr.count("8 tokens, ") == 2
-    assert ("named first by" in result.stderr) == (not way or "stages" in way)
+    assert ("named first by" in result.stderr) == (not way or "stages" in way or "rows" in way)
 
 
 def test_what_cannot_be_done_ends_a_pipe_with_one_line(model_folder: Callable[..., Path], template: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from families.specimens import Specimen
+from models_for_tests import build_tokenizer
 
-from ppd_runtime import OrdinaryDecoding
+from ppd_runtime import OrdinaryDecoding, PPDRuntime
 from ppd_runtime.cli.conversation import COMMANDS, SETTABLE, Conversation, Turn, is_open, message_of, value_of
 from ppd_runtime.results import GenerationResult
 
@@ -215,3 +217,14 @@ def test_a_full_context_is_told_and_nothing_dropped(generator: OrdinaryDecoding)
 def test_help_names_every_command(conversation: Conversation) -> None:
     shown = str(conversation.take("/help"))
     assert all(f"/{name}" in shown for name in COMMANDS)
+
+
+def test_an_answer_of_a_model_that_names_no_end_has_one(tmp_path: Path) -> None:
+    """One stage has room for far more."""
+    Specimen("mamba2", "endless", {"max_position_embeddings": None}).build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    with PPDRuntime(tmp_path, stages=1, dtype="float32", max_cache_tokens=20_000) as runtime:
+        assert runtime.info.max_positions is None
+        assert Conversation(runtime, {}, TEMPLATE)._left(10) == 4096
+        assert Conversation(runtime, {"max_new_tokens": 5000}, TEMPLATE)._left(10) == 5000
+        assert Conversation(runtime, {}, TEMPLATE)._left(19_990) == 10

@@ -46,7 +46,7 @@ _NEXT = """
 - [CONTRIBUTING.md](../CONTRIBUTING.md#adding-a-model-family): how to add one."""
 
 _FORMS = {
-    "gemma4_text": ({"hidden_size_per_layer_input": 8}, {"num_kv_shared_layers": 2}),
+    "gemma4_text": ({"hidden_size_per_layer_input": 8},),
     "gemma4_unified_text": ({"num_kv_shared_layers": 2},),
 }
 """Settings of supported families with which more is refused."""

@@ -130,11 +130,13 @@ def test_what_cannot_be_kept_is_measured_each_time(
     assert "the layout that was found is not kept: cache folder" in caplog.text
 
 
-def test_a_model_of_one_layer_is_refused_before_anything_is_measured(
+def test_a_model_of_one_layer_and_heads_that_are_not_there_are_refused_before_anything_is_measured(
     cache: Path, model_folder: Callable[..., Path], measured: list[dict[str, Any]]
 ) -> None:
     with pytest.raises(ValueError, match="has 1 layer: pipelined decoding needs at least 2"):
         auto(model_folder("llama", num_layers=1))
+    with pytest.raises(ValueError, match="no-heads"):
+        auto(model_folder("llama"), exit_head="no-heads")
     assert not list(cache.glob("layout-*.json"))
 
 

@@ -117,8 +117,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "lack model.layers.1.mlp.down_proj.weight (2 tensors",
     ),
     "fewer layers than the config says": (
-        configure(num_hidden_layers=10**6),
-        f"1000000 layers, its files {NUM_LAYERS};",
+        configure(num_hidden_layers=10**4),
+        f"10000 layers, its files {NUM_LAYERS};",
     ),
     "a weight of whole numbers": (
         with_tensor("model.norm.weight", torch.ones(32, dtype=torch.int16)),
@@ -134,7 +134,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "lacks gone.safetensors (2 of 2 files of weights)",
     ),
     "named weights are missing": (configure(transformers_weights="other.safetensors"), "lacks other.safetensors (1"),
-    "named weights elsewhere": (configure(transformers_weights="../other.safetensors"), "'../other.safetensors' as"),
+    "named weights elsewhere": (
+        configure(transformers_weights="../other.safetensors"),
+        "transformers_weights '../other.safetensors', which is no file in it",
+    ),
+    "index names a file elsewhere": (with_index('{"weight_map": {"a": "../b"}}'), "'../b', which is no file in it"),
+    "index names no file": (with_index('{"weight_map": {"a": 5, "b": "c"}}'), "names '', which is no file in it"),
+    "more layers than any model": (configure(num_hidden_layers=10**9), "has 1000000000 layers, at most 10000 run"),
+    "more layers within a part": (configure(text_config={"num_hidden_layers": 10**9}), "has 1000000000 layers"),
+    "code of its own for no type": (configure(auto_map={"AutoConfig": "a.B"}, model_type=[]), "code of its own"),
     "generation config is no JSON": (write("generation_config.json", "{"), "generation_config.json"),
     "no tokenizer": (remove("tokenizer*"), "no usable tokenizer"),
     "no tokenizer.json": (remove("tokenizer.json"), "no usable tokenizer"),

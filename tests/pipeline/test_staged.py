@@ -187,7 +187,7 @@ def test_colours_in_a_terminal_say_who_named_a_token(model_folder, capsys, monke
     assert printed.out == f"\x1b[2mword1 word2\x1b[0m{expected}\n"
     assert {named[event.position] for event in events[:3]} != {2}
     assert re.sub(r"\x1b\[\d*m", "", printed.err) == (
-        "named first by the text's repetitions, boundary 1; plain: by none\n"
+        "named first by guesses before layer 1, boundary 1; plain: by none\n"
     )
 
 

@@ -108,6 +108,9 @@ def test_a_model_that_cannot_share_runs_one_row_a_pass(
             runtime.generate(PROMPTS[1], SAMPLINGS[1]).token_ids
             == ordinary.generate(PROMPTS[1], SAMPLINGS[1]).token_ids
         )
+    caplog.clear()
+    with PPDRuntime(stages=2, launcher="processes", **settings):
+        assert caplog.text.count("each row is a pass of its own") == 1, "the last stage's, as its process has no log"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_a_model_that_cannot_share_runs_one_row_a_pass(
 )
 def test_settings_that_share_rows_otherwise(other: dict[str, object]) -> None:
     (name,) = other
-    with pytest.raises(ValueError, match=f"rows_share_weights with {name}=.*, which needs other passes: drop one"):
+    with pytest.raises(ValueError, match=f"rows_share_weights=True with {name}=.*, which needs other passes: drop one"):
         PPDRuntime("demo", rows_share_weights=True, **other)
 
 

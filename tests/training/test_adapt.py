@@ -569,6 +569,9 @@ def test_other_settings_are_refused_while_one_is_unfinished(folder: Path, prompt
         adapt(str(folder), progress=next(stopping(2)), layers=(2,), **given)
     with pytest.raises(ValueError, match=r"unfinished training with layers=\[2\], not \[3\]"):
         adapt(str(folder), layers=(3,), **given)
+    prompts.write_text(prompts.read_text() + '{"prompt": "one more"}\n')
+    with pytest.raises(ValueError, match="unfinished training with other prompts or texts: go on"):
+        adapt(str(folder), layers=(2,), **given)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def _untold_inputs(config: PretrainedConfig) -> str | None:
         return "a token attends to later tokens too, so a text cannot be continued token by token"
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         return "some layers attend to the tokens that another layer has chosen, which may be in another stage"
+    if getattr(config, "num_kv_shared_layers", None) and getattr(config, "hidden_size_per_layer_input", None) == 0:
+        return "transformers' code runs layers that share keys and values only with per-layer inputs"
     return None
 
 

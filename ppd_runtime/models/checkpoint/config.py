@@ -24,6 +24,7 @@ AGAIN = "copy or download the model again"
 """Advice if a model's files are damaged."""
 _INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Files of an ordinary folder: the index of shards, and the single file of tensors."""
+_MOST_LAYERS = 10_000  # the library lists them one by one, before the files are looked into
 
 
 def first_layers_config(config: PretrainedConfig, last: int) -> PretrainedConfig:
@@ -57,18 +58,20 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(folder / chosen).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"model {str(folder)!r}: {chosen} has no weight_map; {AGAIN}")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    names = sorted({name if isinstance(name, str) else "" for name in weight_map.values()})
+    return [folder / _check_in_folder(folder, name, f"{chosen} names") for name in names]
 
 
 def _named_weights(folder: Path) -> str | None:
     """The file of weights, or the index, that config.json names."""
     config = folder / "config.json"
     named = read_json(config).get("transformers_weights") if config.is_file() else None
-    if named is None:
-        return None
-    if not isinstance(named, str) or Path(named).is_absolute() or ".." in Path(named).parts:
-        reason = f"config.json names {str(named)[:40]!r} as transformers_weights, which is no file in it"
-        raise ValueError(f"model {str(folder)!r}: {reason}; {AGAIN}")
+    return None if named in (None, "") else _check_in_folder(folder, named, "config.json names as transformers_weights")
+
+
+def _check_in_folder(folder: Path, named: Any, who: str) -> str:
+    if not isinstance(named, str) or not named or Path(named).is_absolute() or ".." in Path(named).parts:
+        raise ValueError(f"model {str(folder)!r}: {who} {str(named)[:40]!r}, which is no file in it; {AGAIN}")
     return named
 
 
@@ -122,11 +125,16 @@ def unlike_layers(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:
-    if _needs_own_code(folder):
+    fields = _told(folder)
+    if "auto_map" in fields and str(fields.get("model_type")) not in CONFIG_MAPPING:
         raise ValueError(
             f"model {model!r}: its config.json asks for code of its own (auto_map), which is never run; "
             "give a model whose architecture transformers itself has"
         )
+    for part in (fields, *fields.values()):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise ValueError(f"model {model!r}: config.json has {layers} layers, at most {_MOST_LAYERS} run; {AGAIN}")
     try:
         return model_config(folder)
     except Exception as error:  # a config's own checks raise many kinds
@@ -134,12 +142,12 @@ def checked_config(model: str, folder: Path) -> PretrainedConfig:
         raise ValueError(f"model {model!r}: {reason}; {AGAIN}, or give another") from error
 
 
-def _needs_own_code(folder: Path) -> bool:
+def _told(folder: Path) -> dict[str, Any]:
+    """What config.json says, as it stands there; nothing if that cannot be read, which transformers then says."""
     try:
-        fields = read_json(folder / "config.json")
+        return read_json(folder / "config.json")
     except ValueError:
-        return False
-    return "auto_map" in fields and fields.get("model_type") not in CONFIG_MAPPING
+        return {}
 
 
 def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -172,7 +180,7 @@ def eos_token_ids_of(folder: Path, config: PretrainedConfig) -> frozenset[int]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"{path.name} cannot be read: {one_line(error)}"
         raise ValueError(f"model {str(path.parent)!r}: {reason}; {AGAIN}") from error
     if not isinstance(content, dict):

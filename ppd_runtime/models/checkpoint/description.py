@@ -207,4 +207,6 @@ def _refusing(info: ModelInfo, user: str, kind: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{user} cannot run model {info.name!r} ({kind}): {error}; choose another method") from error
+        raise ValueError(
+            f"{user} cannot run model {info.name!r} ({kind}): {error}; choose another method or model"
+        ) from error

@@ -11,6 +11,8 @@ from ppd_runtime.files.atomic import atomic_file
 Progress = Callable[[str], None]
 """Is told in a line what is being done, and how far it is."""
 _SAVE_EVERY_S = 5.0
+_DIGESTS = {"sources_sha256": "other prompts or texts", "model_fingerprint": "a model of other weights"}
+"""What differs if one of these settings does, whose values tell nobody anything."""
 
 
 class WorkFolder:
@@ -38,9 +40,9 @@ class WorkFolder:
             raise damaged(file)
         for name, value in settings.items():
             if before.get(name) != value:
+                other = _DIGESTS.get(name) or f"{name}={before.get(name)!r:.80}, not {value!r:.80}"
                 raise ValueError(
-                    f"{folder} is an unfinished training with {name}={before.get(name)!r:.80}, not {value!r:.80}: "
-                    "go on with the same settings, or delete it"
+                    f"{folder} is an unfinished training with {other}: go on with the same settings, or delete it"
                 )
         write_json(file, settings)
 
