@@ -138,12 +138,13 @@ def _pass_of(scene: Scene, stage: LayerRange, length: int) -> Row:
             stage.logits(states).argmax().item()
         stage.truncate(length)
 
+    first_ms = scene.ms(partial(one_token, True))  # with a recording, where passes are recorded
     ms, layers_ms = (scene.median_ms(partial(one_token, head), scene.choose(20, 2)) for head in (True, False))
     embedding, output = stage.model.model.embed_tokens.weight, stage.model.lm_head.weight
     read = sum(weight.nbytes for weight in stage.model.parameters())
     if embedding.data_ptr() != output.data_ptr():
         read -= embedding.nbytes  # a token reads one row of it
-    row: Row = {"ms": ms, "layers, ms": layers_ms, "GB/s": read / ms / 1e6}
+    row: Row = {"ms": ms, "layers, ms": layers_ms, "first, ms": first_ms, "GB/s": read / ms / 1e6}
     return row | _kernels_of(scene, partial(one_token, True), stage.num_layers)
 
 

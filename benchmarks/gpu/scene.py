@@ -50,12 +50,13 @@ class Scene:
             torch.cuda.current_stream(self.device).synchronize()
 
     def median_ms(self, call: Callable[[], object], rounds: int) -> float:
-        """A call's time, waited for at both ends; the median of so many rounds behind two others."""
-        found = []
-        for _ in range(_WARM_UP + rounds):
-            self.wait()
-            began = time.perf_counter()
-            call()
-            self.wait()
-            found.append(1000 * (time.perf_counter() - began))
-        return statistics.median(found[_WARM_UP:])
+        """A call's time, the median of so many rounds behind two others."""
+        return statistics.median([self.ms(call) for _ in range(_WARM_UP + rounds)][_WARM_UP:])
+
+    def ms(self, call: Callable[[], object]) -> float:
+        """A call's time, waited for at both ends."""
+        self.wait()
+        began = time.perf_counter()
+        call()
+        self.wait()
+        return 1000 * (time.perf_counter() - began)
