@@ -166,7 +166,7 @@ _LEAST_ERROR = 2e-5
 
 
 def _why_not_to_slots(model: PreTrainedModel) -> str | None:
-    config, name = model.config, usual_attention(model)
+    config, name = unlike_layers(model.config)[0], usual_attention(model)
     found = (part for part in decoder_in(model).layers[0].modules() if hasattr(part, "num_key_value_groups"))
     module = next(found, None)
     if module is None or _ATTENTION_WITH_MORE.search(inspect.getsource(sys.modules[type(module).__module__])):
