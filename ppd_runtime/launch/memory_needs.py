@@ -10,7 +10,6 @@ from ppd_runtime.models.checkpoint.config import (
     layer_number,
     model_config,
     skeleton_of,
-    unlike_layers,
     weight_files,
 )
 from ppd_runtime.models.checkpoint.description import ModelInfo
@@ -20,6 +19,7 @@ from ppd_runtime.models.checkpoint.weights_card import card_of
 from ppd_runtime.models.draft_model import DraftModelInfo
 from ppd_runtime.models.native.packing import packed_bytes
 from ppd_runtime.models.native.quantising import FORMAT_OF
+from ppd_runtime.models.stage.library_probe import unlike_layers
 from ppd_runtime.models.stage.paired import attends_twice
 from ppd_runtime.models.trained.drafter import DrafterInfo
 from ppd_runtime.models.trained.published import PublishedInfo
@@ -62,9 +62,9 @@ def drafter_needs(spec: WorkerSpec) -> DrafterNeeds:
 
 def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of one token's key and value in a layer's cache; if layers differ, in the largest one."""
-    attentions = 1 + attends_twice(config)
-    if getattr(config, "kv_lora_rank", None):  # latent attention caches what keys and values are made from
-        latent = max(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in unlike_layers(config))
+    attentions, layers = 1 + attends_twice(config), unlike_layers(config)
+    if getattr(layers[0], "kv_lora_rank", None):  # latent attention caches what keys and values are made from
+        latent = max(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers)
         return int(attentions * (latent + (getattr(config, "index_head_dim", None) or 0)) * dtype.itemsize)
     heads, key = entry_size(config)
     return int(attentions * heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)

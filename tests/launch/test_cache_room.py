@@ -28,6 +28,11 @@ def test_a_tokens_entries_are_as_large_as_the_librarys(family: str) -> None:
     assert found == {layer_entry_bytes(config, torch.float32)}
 
 
+def test_unlike_layers_count_as_the_largest() -> None:
+    """A latent of 24 numbers, a rotary part of 8, and a key of 16 for an index."""
+    assert layer_entry_bytes(Specimen("dots3_note_text").config(), torch.float32) == 4 * (24 + 8 + 16)
+
+
 def test_room_is_half_of_what_the_weights_leave_free(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """What cannot be run is refused with one line that names it; what can be run is loaded exactly."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 import transformers
 from families.specimens import SPECIAL, SUPPORTED, Specimen
 from grids import nightly
-from models_for_tests import VOCAB_SIZE, greedy_with_transformers
+from models_for_tests import VOCAB_SIZE, build_tokenizer, greedy_with_transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
@@ -265,6 +266,15 @@ def test_end_tokens_are_those_that_generate_uses(copy: Path, generation: str | N
 def test_tensors_that_nobody_needs_do_no_harm(copy: Path, name: str) -> None:
     with_tensor(name, torch.ones(3))(copy)
     load_everything(str(copy))
+
+
+def test_experts_that_give_their_input_back_need_no_tensors(tmp_path: Path) -> None:
+    """The library saves some for them, and reads none."""
+    Specimen("longcat_flash").build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    expected = OrdinaryDecoding(tmp_path, dtype="float32").generate([5, 9, 200], max_new_tokens=20).token_ids
+    without(*(name for name in load_file(tmp_path / WEIGHTS) if re.search(r"\.experts\.[45]\.", name)))(tmp_path)
+    assert OrdinaryDecoding(tmp_path, dtype="float32").generate([5, 9, 200], max_new_tokens=20).token_ids == expected
 
 
 def test_layers_that_the_config_leaves_out_are_told(copy: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
 from ppd_runtime.models.stage.decoder_parts import DECODERS, decoder_in
+from ppd_runtime.models.stage.library_probe import unlike_layers
 from ppd_runtime.models.stage.paired import counting_layers
 from ppd_runtime.models.stage.wide import is_wide
 
@@ -116,12 +117,6 @@ def entry_size(config: PretrainedConfig) -> tuple[int, int]:
         return getattr(layer, "num_key_value_heads", None) or heads, head_dim
 
     return max(map(of, unlike_layers(config)), key=math.prod)
-
-
-def unlike_layers(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
-    """Each layer's configuration, if layers differ; else that of all."""
-    each: Sequence[PretrainedConfig] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
-    return each or [config]
 
 
 def checked_config(model: str, folder: Path) -> PretrainedConfig:

@@ -93,7 +93,7 @@ def _of_tensors(
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None,
             config=config,
-            state_dict=tensors,
+            state_dict=tensors | _zero_experts(config, tensors),
             dtype=dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -118,6 +118,19 @@ def _names_the_model(info: ModelInfo) -> Iterator[None]:
             raise
         found = "have tensors that cannot be stacked, such as experts of different shapes"
         raise ValueError(f"model {info.name!r}: its files {found}; {AGAIN}") from error
+
+
+def _zero_experts(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Placeholders for experts that give their input back: the library's model has matrices for them, which no pass
+    reads, and files may have none."""
+    numbers = range(getattr(config, "zero_expert_num", None) or 0)
+    return {
+        other: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        for name, tensor in tensors.items()
+        if ".experts.0." in name and "down_proj" not in name
+        for number in numbers
+        if (other := name.replace(".experts.0.", f".experts.{config.n_routed_experts + number}.")) not in tensors
+    }
 
 
 def check_gpu_memory(info: ModelInfo, first: int, last: int, dtype: torch.dtype, device: str) -> None:

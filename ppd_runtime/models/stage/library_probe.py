@@ -2,7 +2,7 @@
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -79,6 +79,12 @@ def cache_windows(config: PretrainedConfig) -> list[int | None]:
     if odd := {kinds[number] if kinds else "state" for number, layer in enumerate(kept) if not layer.is_plain}:
         raise _no_plain_cache(odd)
     return [layer.window for layer in kept]
+
+
+def unlike_layers(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """Each layer's configuration, if layers differ; else that of all."""
+    each: Sequence[PretrainedConfig] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+    return each or [config]
 
 
 def has_chunks(config: PretrainedConfig) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.stage.caches import StageCache
 from ppd_runtime.models.stage.chunks import library_masks_fit
 from ppd_runtime.models.stage.decoder_parts import decoder_in
-from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
+from ppd_runtime.models.stage.library_probe import has_states, runs_in_library, unlike_layers
 from ppd_runtime.models.stage.row_attention import (
     ROWS,
     RunningRows,
@@ -67,15 +67,18 @@ def _why_not_in_its_code(model: PreTrainedModel) -> str | None:
 
 
 def _why_not_here(model: PreTrainedModel, threads: int) -> str | None:
-    shapes, heads = _product_shapes(model), model.config.num_attention_heads
-    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
-    widths = {head_dim, *(outputs for outputs, _ in shapes)} | ({model.config.vocab_size} - _plain_head(model))
+    shapes, heads = _product_shapes(model), set(map(_head_width, unlike_layers(model.config)))
+    widths = heads | {outputs for outputs, _ in shapes} | ({model.config.vocab_size} - _plain_head(model))
     if odd := [width for width in sorted(widths) if not _has_whole_vectors(width, threads)]:
         return f"{ROWS} rows of {odd[0]} numbers do not divide into vectors on {threads} threads"
     for shape in sorted({*shapes, (model.config.vocab_size, model.config.hidden_size)}):
         if not product_keeps_rows(*shape, model.dtype, model.device, torch.get_num_threads()):
             return f"its products of {shape[1]} numbers with {shape[0]} outputs give a row other bits beside other rows"
     return None
+
+
+def _head_width(layer: PretrainedConfig) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def _plain_head(model: PreTrainedModel) -> set[int]:
@@ -163,7 +166,7 @@ _LEAST_ERROR = 2e-5
 
 
 def _why_not_to_slots(model: PreTrainedModel) -> str | None:
-    config, name = model.config, usual_attention(model)
+    config, name = unlike_layers(model.config)[0], usual_attention(model)
     found = (part for part in decoder_in(model).layers[0].modules() if hasattr(part, "num_key_value_groups"))
     module = next(found, None)
     if module is None or _ATTENTION_WITH_MORE.search(inspect.getsource(sys.modules[type(module).__module__])):
