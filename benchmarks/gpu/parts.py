@@ -80,7 +80,8 @@ def hops(scene: Scene) -> Rows:
         for size, pause in itertools.product(*scene.choose(((8192, 65536, 524288), (1, 5)), ((8192,), (1,)))):
             about = {"transport": transport, "num_bytes": size, "pause_ms": pause}
             try:
-                (row,) = hop.measure_all([hop.Series(*about.values(), scene.choose(200, 5), str(scene.device))])
+                series = hop.Series(transport, size, pause, scene.choose(200, 5), str(scene.device))
+                (row,) = hop.measure_all([series])
                 yield about | {name: row[name] for name in ("median_us", "p99_us", "sender_us")}
             except (RuntimeError, ValueError, TimeoutError) as error:
                 yield about | {"error": str(error)[:300]}

@@ -103,7 +103,13 @@ class SlotRows:
         return keys, values
 
     def attend(
-        self, _: Callable[..., Any], __: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+        self,
+        compute: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of queries `[1, heads, ROWS, dim]`, `[1, ROWS, heads, value_dim]`."""
         scale, cap = kwargs.get("scaling") or query.shape[3] ** -0.5, kwargs.get("softcap") or 0.0
