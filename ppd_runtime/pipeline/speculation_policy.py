@@ -307,7 +307,7 @@ class QuickestGuessing:
             return True
         best = min(self._alone.seconds(length).values())
         loss = min(max(abs(best - of_one) / min(best, of_one), _LEAST_LOSS), _MOST_LOSS)
-        self._saved_tokens += self._one_process.share(Guessing.NOTHING) * length
+        self._saved_tokens += (_SHARE if of_one < best else self._one_process.share(Guessing.NOTHING)) * length
         tries_again = self._saved_tokens >= loss * length
         if tries_again:
             self._saved_tokens = 0.0

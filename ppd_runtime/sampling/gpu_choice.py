@@ -44,7 +44,7 @@ class NoiseAhead:
     def at(self, position: int, like: Tensor) -> Tensor:
         """The noise of a position, `[vocab_size]` float32, on the device of logits `[..., vocab_size]`."""
         made = self._made(position, like.shape[-1])
-        return torch.empty(made.shape, device=like.device).copy_(made, non_blocking=True)
+        return like.new_empty(made.shape, dtype=torch.float32).copy_(made, non_blocking=True)
 
     def prepare(self, position: int, size: int) -> None:
         """Have a position's noise made, which may be asked for soon."""
@@ -53,7 +53,8 @@ class NoiseAhead:
 
 def _pinned(seed: int, position: int, size: int) -> Tensor:
     """Noise in page-locked memory, from which a GPU takes it while the program goes on."""
-    return torch.empty(size, pin_memory=True).copy_(torch.from_numpy(gumbel_noise(seed, position, size)))
+    noise = torch.from_numpy(gumbel_noise(seed, position, size))
+    return torch.empty(size, pin_memory=torch.cuda.is_available()).copy_(noise)
 
 
 @lru_cache
@@ -67,7 +68,7 @@ def scaled_there(logits: Tensor, scale: float) -> Tensor:
 
     By a tensor: a number's reciprocal would be multiplied there, which rounds otherwise.
     """
-    return logits if scale == 1 else logits / torch.full((1,), scale, device=logits.device)
+    return logits if scale == 1 else logits / logits.new_full((1,), scale)
 
 
 @torch.inference_mode()

@@ -144,8 +144,8 @@ class RuntimeConfig(Placed):
     """float32, bfloat16, float16, or auto. Auto is what `choose_dtype` finds fastest, the same for
     `OrdinaryDecoding`."""
     weights: str | None = None
-    """int8 or int4: so many bits, on CPUs; stored: a quantised folder's own few bits, on CPUs; default: as the files
-    have them. A folder of `ppd quantize` has its own. Tokens are those of `OrdinaryDecoding` with the same weights."""
+    """On CPUs int8 or int4: so many bits; or stored: a quantised folder's own few bits; default: as the files have
+    them. A folder of `ppd quantize` has its own. Tokens are those of `OrdinaryDecoding` with the same weights."""
     device: str = "auto"
     """cpu, cuda, or auto: GPUs where there are any; CPUs for `weights` of few bits."""
     transport: str = "auto"

@@ -120,6 +120,7 @@ def test_the_guide_is_what_is_written() -> None:
         ("qwen4_exp_text", {}, "an index, whose own keys"),
         ("hy_v4", {}, "that another layer has chosen"),
         ("glm_moe_dsa", {"index_topk_freq": 2}, "that another layer has chosen"),
+        ("deepseek_v32", {"index_topk": -1}, "index_topk=-1"),
         ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "only with per-layer inputs"),
         ("llama", {"layer_types": ["chunked_attention"] * 32, "attention_chunk_size": 5}, "than their caches say"),
         ("nanochat", {}, "cannot be cut"),

@@ -110,8 +110,8 @@ def test_a_recording_does_not_wait_for_a_tensor_that_is_under_way(
         gpus.launch(hidden.device, lambda: output.copy_(2 * hidden + position))
         return output
 
-    recordings, hidden = Recordings(), on_gpu(torch.ones(1, 1, 4), 1)
-    assert torch.equal(recordings.run("it", hidden, 3, launch), torch.full((1, 1, 4), 5.0))
+    recordings, hidden, position = Recordings(), on_gpu(torch.ones(1, 1, 4), 1), on_gpu(torch.tensor([3]), 1)
+    assert torch.equal(recordings.run("it", (hidden, position), launch), torch.full((1, 1, 4), 5.0))
     assert [graph.is_empty for graph in gpus.graphs] == [False]
     assert not caplog.records
     assert not overdue.is_here(0)

@@ -109,6 +109,9 @@ def _untold_inputs(config: PretrainedConfig) -> str | None:
         return "a token attends to later tokens too, so a text cannot be continued token by token"
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         return "some layers attend to the tokens that another layer has chosen, which may be in another stage"
+    chosen = getattr(config, "index_topk", 1)
+    if not isinstance(chosen, int) or chosen < 1:
+        return f"index_topk={chosen!r}, but each token attends to one or more"
     if getattr(config, "num_kv_shared_layers", None) and getattr(config, "hidden_size_per_layer_input", None) == 0:
         return "transformers' code runs layers that share keys and values only with per-layer inputs"
     return None

@@ -64,7 +64,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append the entries of a pass, `[1, heads, tokens, head_dim]`; the entries that the pass attends to."""
-        start = self._visible_from()
+        start = self._visible_from(self.length)
         self.write(key_states, value_states)
         rows = self.order.rows(start, self.length)
         return self.keys[:, :, rows], self.values[:, :, rows]
@@ -101,7 +101,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the entries that a pass of `query_length` tokens attends to."""
-        start = self._visible_from()
+        start = self._visible_from(self.length)
         return self.length + query_length - start, start
 
     def get_seq_length(self) -> int:
@@ -112,8 +112,9 @@ class PreallocatedLayer(CacheLayerMixin):
         """Tokens that fit."""
         return self.capacity
 
-    def _visible_from(self) -> int:
-        return 0 if self.sliding_window is None else max(self.length - self.sliding_window + 1, 0)
+    def _visible_from(self, length: int) -> int:
+        """The first entry that a pass after so many tokens attends to."""
+        return 0 if self.sliding_window is None else max(length - self.sliding_window + 1, 0)
 
 
 class SomeLayersCache(Cache):

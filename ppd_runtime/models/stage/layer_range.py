@@ -21,7 +21,7 @@ from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in, s
 from ppd_runtime.models.stage.embedding import first_states
 from ppd_runtime.models.stage.grouped_attention import choose_attention
 from ppd_runtime.models.stage.held_sequence import HeldSequence
-from ppd_runtime.models.stage.library_probe import kept_by_layers
+from ppd_runtime.models.stage.library_probe import cache_windows, kept_by_layers
 from ppd_runtime.models.stage.rotary import RotaryTable, most_positions
 from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of, with_mask_of
 from ppd_runtime.models.stage.states import new_cache
@@ -91,6 +91,8 @@ class LayerRange(HeldSequence):
         self._compiled_head = compiled.head if compiled else None
         """The compiled norm and head; None if no code for them is loaded."""
         self.head = self._compiled_head or FinalHead(model)
+        if not self.has_states:
+            cache_windows(model.config)  # refuses layers that leave something else than keys and values
         self._embed, self._kept = first_states(model), kept_by_layers(model.config)[: self.num_layers]
         self.cache = self._new_cache(0)
         self._masks: dict[int, Tensor] = {}  # the current pass's mask for each layer, if we make the masks

@@ -41,11 +41,11 @@ class PairedLayer(PreallocatedLayer):
         `args` has the attention's number: 0, and then 1 for the same tokens.
         """
         (attention,), (heads, tokens) = args, key_states.shape[1:3]
-        own = slice(attention * heads, (attention + 1) * heads)
+        own, before = slice(attention * heads, (attention + 1) * heads), self.length - attention * tokens
         if attention == 0:
             self.write(*(pad(states, (0, 0, 0, 0, 0, heads)) for states in (key_states, value_states)))
         else:
-            new = self.order.rows(self.length - tokens, self.length)
+            new = self.order.rows(before, self.length)
             self.keys[:, own, new], self.values[:, own, new] = key_states, value_states
-        rows = self.order.rows(0, self.length)
+        rows = self.order.rows(self._visible_from(before), self.length)
         return self.keys[:, own, rows], self.values[:, own, rows]
