@@ -8,8 +8,8 @@ ROOMS := $(sort $(dir $(wildcard tests/*/test_*.py)))
 TESTS := tests/processes tests/families $(filter-out tests/processes/ tests/families/,$(ROOMS))  # the long files first, short ones fill up
 NIGHTLY := PPD_SEED=$(SEED) $(PYTEST) --maxfail 0
 
-.PHONY: demo test smoke check unit processes kernels bench docs figures parts clean nightly nightly-families nightly-processes nightly-rest \
-  nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers nightly-clients
+.PHONY: demo test smoke check unit processes bench docs figures parts clean nightly nightly-families nightly-processes nightly-rest \
+  nightly-faults nightly-endings nightly-endurance nightly-model-check nightly-fuzz nightly-peers nightly-clients nightly-kernels
 
 demo: .venv/demo.stamp
 	$(BIN)/ppd demo
@@ -38,7 +38,7 @@ processes: .venv/test.stamp
 
 # Each part prints its seed and can run by itself, as hours are free; `make -k nightly` goes on behind a part that fails.
 nightly: nightly-families nightly-processes nightly-rest nightly-faults nightly-endings nightly-endurance \
-  nightly-model-check nightly-fuzz nightly-peers nightly-clients
+  nightly-model-check nightly-fuzz nightly-peers nightly-clients nightly-kernels
 
 nightly-families nightly-processes: nightly-%: .venv/test.stamp
 	$(NIGHTLY) -m nightly tests/$*
@@ -70,7 +70,7 @@ nightly-fuzz: .venv/test.stamp
 nightly-peers: .venv/peers.stamp
 	$(NIGHTLY) -m nightly tests/processes/test_peers.py tests/processes/test_engines_side_by_side.py
 
-kernels: .venv/test.stamp  # without a GPU: Triton's interpreter; apart, since Triton speaks at the end of each process
+nightly-kernels: .venv/test.stamp  # without a GPU: Triton's interpreter; apart, since Triton speaks at the end of each process
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/kernels "triton>=3.3,<4"
 	PYTHONPATH=.venv/kernels $(PYTEST) tests/models/test_slot_attention.py tests/models/test_recorded_rows.py
 

@@ -17,7 +17,7 @@ from ppd_runtime.models.stage.row_attention import ROWS
 from ppd_runtime.models.stage.rows_range import RowsRange
 from ppd_runtime.models.stage.trees import TextRows
 
-pytest.importorskip("triton", reason="needs Triton, as `make kernels` has it")
+pytest.importorskip("triton", reason="needs Triton, as `make nightly-kernels` has it")
 
 ModelFolder = Callable[..., Path]
 PATHS = [(0,), (1,), (0, 2), (0, 2, 3), (1, 4), (5,), (0, 6)]

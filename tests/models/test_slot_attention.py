@@ -21,7 +21,7 @@ from ppd_runtime.models.stage.row_attention import ROWS, RunningRows, attention_
 from ppd_runtime.models.stage.rows_range import RowsRange
 from ppd_runtime.models.stage.trees import TextRows
 
-pytest.importorskip("triton", reason="needs Triton, as `make kernels` has it")
+pytest.importorskip("triton", reason="needs Triton, as `make nightly-kernels` has it")
 
 from ppd_runtime.models.stage.slot_attention import SPLIT
 from ppd_runtime.models.stage.slot_rows import slot_tables
