@@ -27,6 +27,7 @@ from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of,
 from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
@@ -250,15 +251,23 @@ class LayerRange(HeldSequence):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
-        return self._timed_head(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
+        return self._timed_head(partial(self._head_over, hidden if hidden.shape[1] == 1 else hidden[:, -1:]))
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
-        return self._timed_head(hidden, hidden.shape[1])
+        return self._timed_head(partial(self._head_over, hidden, hidden.shape[1]))
 
-    def _timed_head(self, hidden: Tensor, *tokens: int) -> Tensor:
+    def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
+        """The `logits`, not computed yet where whoever needs little of them is told it sooner; see `RowsRange`."""
+        return self.logits(hidden)
+
+    def unread_token_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
+        """The `token_logits`, as `unread_logits`."""
+        return self.token_logits(hidden)
+
+    def _timed_head(self, run: Callable[[], Tensor]) -> Tensor:
         began = time.perf_counter()
-        logits = self.pace(partial(self._head_over, hidden, *tokens), 0, False)
+        logits = self.pace(run, 0, False)
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 
