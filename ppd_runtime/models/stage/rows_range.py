@@ -63,7 +63,7 @@ class RowsRange(LayerRange):
         self._recordings = Recordings() if self.reads_slots and self._on_cuda else None
         layers = decoder_in(model).layers
         self._waits = any(mixes_rows(part) for layer in layers for part in layer.children())
-        """Whether layers have experts, whose code waits for what rows have chosen: their passes are launched."""
+        """Whether layers have experts, whose code may wait for what rows have chosen: their passes are launched."""
         attend_by_row(model)
 
     @property
