@@ -14,7 +14,8 @@ from two_gpus import TwoGpus, two_gpus
 from ppd_runtime.models.stage.graphs import Recordings
 from ppd_runtime.models.stage.row_attention import ROWS
 from ppd_runtime.models.stage.rows_range import RowsRange
-from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler
+from ppd_runtime.models.trained.exit_heads import ModelHead, ShortlistSampler, TrainedHead
+from ppd_runtime.models.trained.heads import KINDS, new_head
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.sampling.params import SamplingParams
@@ -88,6 +89,20 @@ def test_one_replay_guesses(gpus: TwoGpus, both: Both, temperature: float) -> No
     assert len(gpus.graphs) == 1
     texts, states = [[1]] * (ROWS + 2), states_of(ROWS + 2, both[0].state_size)
     assert recorded.guesses(states, texts, 3) == launched.guesses(states, texts, 3), "more rows than a pass has"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_replay_of_a_trained_head_guesses(gpus: TwoGpus, both: Both, kind: str) -> None:
+    recorded, launched = both
+    network = new_head(kind, recorded.model)
+    sampler, texts, states = Sampler(SamplingParams()), [[1]] * ROWS, states_of(ROWS, recorded.state_size)
+    expected = TrainedHead(network, sampler, stage=launched).guesses(states, texts, 3)
+    assert TrainedHead(network, sampler).guesses(states, texts, 3) == expected
+    for request in range(2):
+        before, head = gpus.replays, TrainedHead(network, sampler, stage=recorded)
+        assert head.guesses(states, texts, 3) == expected
+        assert head.candidates(states[:, :1], texts[0], 3) == [token for token, _ in expected[0]]
+        assert gpus.replays - before == 2 + (request == 0), "the first one tries its recording"
 
 
 @pytest.mark.parametrize("params", GUESSING, ids=str)

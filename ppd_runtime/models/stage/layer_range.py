@@ -35,6 +35,9 @@ Pace = Callable[[Callable[[], Tensor], int, bool], Tensor]
 """Computes a pass and returns its result. It is given the pass, its number of layers, 0 for a head, and whether the
 pass has rows of several texts or branches."""
 
+Head = Callable[[Tensor], Tensor]
+"""Logits `[1, tokens, vocab_size]` of hidden states."""
+
 
 class LayerRange(HeldSequence):
     """Layers 1 to `num_layers` of a model with its embedding and head, and the entries of one sequence.
@@ -261,9 +264,9 @@ class LayerRange(HeldSequence):
         """The `logits`, not computed yet where whoever needs little of them is told it sooner; see `RowsRange`."""
         return self.logits(hidden)
 
-    def unread_token_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
-        """The `token_logits`, as `unread_logits`."""
-        return self.token_logits(hidden)
+    def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
+        """The `token_logits`, or another head's, as `unread_logits`."""
+        return head(hidden)[0].float() if head else self.token_logits(hidden)
 
     def _timed_head(self, run: Callable[[], Tensor]) -> Tensor:
         began = time.perf_counter()

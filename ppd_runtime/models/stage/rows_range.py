@@ -19,7 +19,7 @@ from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
 from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, decoder_in, shallow_copy
 from ppd_runtime.models.stage.graphs import Recordings, current_device
-from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.layer_range import Head, LayerRange
 from ppd_runtime.models.stage.row_attention import (
     ROWS,
     RowByRow,
@@ -138,32 +138,35 @@ class RowsRange(LayerRange):
 
     def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
         """The newest token's logits, unread if the head is recorded."""
-        return self._unread(hidden[:, -1:], self.logits)
+        return self._unread(hidden if hidden.shape[1] == 1 else hidden[:, -1:], self.logits)
 
-    def unread_token_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
-        """Each token's logits, unread if the head is recorded and one pass has room for all."""
-        return self._unread(hidden, self.token_logits)
+    def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
+        """Each token's logits, unread if heads are recorded and one pass has room for all."""
+        return self._unread(hidden, (lambda states: head(states)[0].float()) if head else self.token_logits, head)
 
-    def _unread(self, hidden: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor | UnreadLogits:
+    def _unread(
+        self, hidden: Tensor, read: Callable[[Tensor], Tensor], head: Head | None = None
+    ) -> Tensor | UnreadLogits:
         if not self._recordings or hidden.shape[1] > ROWS:
             return read(hidden)
 
         def find(ask: Ask, inputs: Sequence[Tensor]) -> Tensor:
-            return self._timed_head(partial(self._asked, self._here(hidden), ask, *inputs))
+            return self._timed_head(partial(self._asked, self._here(hidden), ask, *inputs, head=head))
 
         return UnreadLogits((ROWS, self.model.config.vocab_size), self.device, partial(read, hidden), find)
 
     @torch.inference_mode()
-    def _asked(self, hidden: Tensor, ask: Ask, *inputs: Tensor) -> Tensor:
+    def _asked(self, hidden: Tensor, ask: Ask, *inputs: Tensor, head: Head | None = None) -> Tensor:
         """What `ask` finds in a pass's float32 logits, `[ROWS, vocab_size]`, given further tensors."""
+        of_states = head or self.head
 
         def launch(hidden: Tensor, *inputs: Tensor) -> Tensor:
-            return ask(self.head(hidden)[0].float(), *inputs)
+            return ask(of_states(hidden)[0].float(), *inputs)
 
         if not self._recordings:
             return launch(_padded(hidden), *inputs)
         with current_device(self.device):
-            return self._recordings.run(("head", ask), (_padded(hidden), *inputs), launch)
+            return self._recordings.run((of_states, ask), (_padded(hidden), *inputs), launch)
 
     def _stand_in(self, number: int, layer: torch.nn.Module) -> torch.nn.Module:
         mixing = {name: RowByRow(part) for name, part in layer.named_children() if mixes_rows(part)}

@@ -105,7 +105,8 @@ class TrainedHead:
         network: the head.
         sampler: the request's.
         recorder: notes the time of its passes.
-        final: the network's norm and head as the stage runs them, which may be compiled.
+        final: the network's norm and head as the stage runs them, if they are compiled.
+        stage: runs the network otherwise, which may be recorded.
     """
 
     def __init__(
@@ -114,26 +115,30 @@ class TrainedHead:
         sampler: Sampler | ShortlistSampler,
         recorder: Recorder | None = None,
         final: Callable[[Tensor], Tensor] | None = None,
+        stage: LayerRange | None = None,
     ) -> None:
         self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
         self._final = final or network.final
+        self._stage = stage if self._final is network.final else None
         self._device = next(network.parameters()).device
 
     @torch.inference_mode()
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth is likeliest to choose, by this head."""
         began = time.perf_counter()
-        logits = self._logits(hidden[:, -1:])[-1]
+        logits = self._logits(hidden[:, -1:])
         self._recorder.note(Kind.HEAD, began, time.perf_counter())
-        return self._sampler.rank(logits, history, k)
+        return self._sampler.rank(logits if isinstance(logits, UnreadLogits) else logits[-1], history, k)
 
     @torch.inference_mode()
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The `candidates`, each with the head's probability for it."""
         return self._sampler.guesses(self._logits(hidden), texts, k)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
         """`[tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
+        if self._stage is not None:
+            return self._stage.unread_token_logits(hidden.to(self._device), self._network)
         return self._final(self._network.states(hidden.to(self._device)))[0].float()
 
 
