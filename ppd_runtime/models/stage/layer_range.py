@@ -31,12 +31,10 @@ from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
+Head = Callable[[Tensor], Tensor]
 Pace = Callable[[Callable[[], Tensor], int, bool], Tensor]
 """Computes a pass and returns its result. It is given the pass, its number of layers, 0 for a head, and whether the
 pass has rows of several texts or branches."""
-
-Head = Callable[[Tensor], Tensor]
-"""Logits `[1, tokens, vocab_size]` of hidden states."""
 
 
 class LayerRange(HeldSequence):
@@ -107,7 +105,7 @@ class LayerRange(HeldSequence):
         if self._compiled:
             self._compiled.add(*passes)
 
-    def head_over(self, final: FinalHead) -> Callable[[Tensor], Tensor]:
+    def head_over(self, final: FinalHead) -> Head:
         """Another head of the same length, compiled if this stage's is."""
         return (self._compiled.head_of(final) if self._compiled else None) or final
 
