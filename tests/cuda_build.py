@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from rows_on_fake_gpu import check_rows
 from torch.export import ExportedProgram
 from transformers import AutoConfig
 
@@ -79,5 +80,7 @@ def _check_rows(program: ExportedProgram) -> None:
 if __name__ == "__main__":
     assert torch.version.cuda is not None and not torch.cuda.is_available()
     check_nccl()
+    for family, own in _FAMILIES.items():
+        check_rows(family, vocab_size=128, **{**_SMALL, **own})
     with patch.object(export, "check_toolkit"), patch.object(torch.cuda, "get_device_name", lambda device: "none"):
         check_exports()

@@ -83,6 +83,10 @@ class VirtualStage:
             self._lengths[layer] += tokens
         return torch.empty(1, tokens, 0)
 
+    def unread_logits(self, hidden: Any) -> Any:
+        """As `logits`."""
+        return self.logits(hidden)
+
     def logits(self, hidden: Any) -> Any:
         """Spend the final head's time."""
         self._clock.spend(self._head_time)

@@ -283,6 +283,10 @@ class VirtualRowStage:
         """There are no other states."""
         return hidden
 
+    def unread_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`."""
+        return self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Spend the final head's time."""
         self._clock.spend(self._times.head)

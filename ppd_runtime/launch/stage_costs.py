@@ -114,7 +114,7 @@ def _measured(spec: WorkerSpec, progress: Progress) -> tuple[float, float, float
             head = ModelHead(emulated(guesses, spec.emulate), shortlist)
         hidden, one, row = _timed_passes(rows)
         guess_head = _shortest(lambda: head.guesses(hidden, [_PROMPT], 1))
-        final_head = _shortest(lambda: sampler.choose(rows.logits(hidden), _PROMPT))
+        final_head = _shortest(lambda: sampler.choose(rows.unread_logits(hidden), _PROMPT))
     return layers * guess_head / one, layers * final_head / one, row
 
 

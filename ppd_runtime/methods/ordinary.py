@@ -68,7 +68,7 @@ def autoregressive(
         if not position:
             sampler.note_prompt(stage.logits, hidden, history)
         position = len(history)
-        token = sampler.choose(stage.logits(hidden), history)
+        token = sampler.choose(stage.unread_logits(hidden), history)
         history.append(token)
         inputs, reason = [token], stop.finish_reason(token)
         yield token, None, reason

@@ -32,11 +32,16 @@ def choice(scores: Tensor) -> int:
 def choices(scores: Tensor) -> list[int]:
     """The `choice` of each row of `[rows, n]` scores."""
     if not scores.is_cpu:  # there each look at a number waits
-        places = scores.argmax(-1)
-        return torch.where(scores.gather(-1, places[:, None])[:, 0].isfinite(), places, NO_TOKEN).tolist()
+        return choices_there(scores).tolist()
     rows = scores.numpy()
     tokens = rows.argmax(-1)
     return [int(token) if math.isfinite(row[token]) else NO_TOKEN for row, token in zip(rows, tokens, strict=True)]
+
+
+def choices_there(scores: Tensor) -> Tensor:
+    """The `choices`, on the scores' device."""
+    places = scores.argmax(-1)
+    return torch.where(scores.gather(-1, places[:, None])[:, 0].isfinite(), places, NO_TOKEN)
 
 
 def best(scores: Tensor, k: int) -> list[int]:
@@ -65,11 +70,26 @@ def best_with_values(scores: Tensor, values: Tensor, k: int) -> tuple[list[list[
     if scores.is_cpu:
         named = best_of_each(scores, k)
         return named, values.gather(1, torch.tensor(named)).tolist()
-    places = _first_and_best(scores, k)  # one wait for all; double has each place exactly
-    rows = torch.stack([places.double(), values.gather(1, places).double()], dim=1).tolist()
+    return named_with_values(first_and_values(scores, values, k).tolist(), k)
+
+
+def first_and_values(scores: Tensor, values: Tensor, k: int) -> Tensor:
+    """`[rows, 2, 1 + k]`: `_first_and_best`, and the values there; double has each place exactly."""
+    places = _first_and_best(scores, k)
+    return torch.stack([places.double(), values.gather(1, places).double()], dim=1)
+
+
+def named_with_values(rows: list[list[list[float]]], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """`best_with_values` from rows of `first_and_values`."""
     named = [_first_of([int(place) for place in row], k) for row, _ in rows]
     found = [dict(zip(map(int, row), of_row, strict=True)) for row, of_row in rows]
     return named, [[of_row[place] for place in row] for row, of_row in zip(named, found, strict=True)]
+
+
+def with_chances(named: list[list[int]], chances: list[list[float]]) -> list[list[tuple[int, float]]]:
+    """Each row's tokens with their chances; 0 if scores are NaN."""
+    numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)
+    return [list(zip(*row, strict=True)) for row in zip(named, numbers, strict=True)]
 
 
 def _first_and_best(scores: Tensor, k: int) -> Tensor:

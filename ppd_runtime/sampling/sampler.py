@@ -24,8 +24,8 @@ from transformers.generation.logits_process import (
 
 from ppd_runtime.request_error import RequestError, no_numbers, no_scores
 from ppd_runtime.sampling.constraint import Constraint
-from ppd_runtime.sampling.gpu_choice import NoiseAhead, highest_there, scaled_there
-from ppd_runtime.sampling.highest import NO_TOKEN, best, best_with_values, choice, choices, first_highest
+from ppd_runtime.sampling.gpu_choice import DOUBT, LEAST_SURE, GpuChoices, UnreadLogits
+from ppd_runtime.sampling.highest import NO_TOKEN, best, best_with_values, choice, choices, first_highest, with_chances
 from ppd_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from ppd_runtime.sampling.noise import gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
@@ -35,8 +35,6 @@ from ppd_runtime.tracing.spans import Kind
 
 _FILTERED = 1e6  # how far a filtered token ranks behind every token that top-k and top-p keep
 _MOST_NOISE = 32  # positions whose noise is kept: drafts and their verification ask for the same
-_DOUBT = 1e-3  # share of all probability by which single-precision sums may be wrong
-_LEAST_SURE = 1e-30  # share of the highest probability: lower ones may be lost in dividing by a sum
 
 
 class Sampler:
@@ -68,7 +66,7 @@ class Sampler:
         self._noted: deque[tuple[TokenLogprobs, ...]] = deque()
         self._of_prompt: list[TokenLogprobs] = []
         self._noise_at = lru_cache(_MOST_NOISE)(partial(gumbel_noise, params.seed))
-        self._noise_there = NoiseAhead(params.seed)
+        self._there = GpuChoices(params)
         self._top_k, self._min_p = params.top_k or 0, params.min_p or 0.0
         self._top_p = 1.0 if params.top_p is None else params.top_p
         self._temperature = LogitsProcessorList()
@@ -82,12 +80,17 @@ class Sampler:
         if self._min_p:
             self._filters.append(MinPLogitsWarper(float(self._min_p)))
 
-    def choose(self, logits: Tensor, history: Sequence[int]) -> int:
+    def choose(self, logits: Tensor | UnreadLogits, history: Sequence[int]) -> int:
         """The token that follows `history` (prompt and tokens so far), from full depth's `logits`, `[vocab_size]`.
 
         Raises:
             RequestError: if no number says which, or a processor of the request's fails.
         """
+        if isinstance(logits, UnreadLogits):
+            token = self._choice_unread(logits, len(history))
+            if token != NO_TOKEN:
+                return token
+            logits = logits.read()
         token = self._chosen(logits, history)
         if token == NO_TOKEN:
             raise self.no_choice(logits, len(history))
@@ -133,7 +136,7 @@ class Sampler:
         if self.plain:
             return choice(logits)
         if self._stays_there(logits):
-            token = self._choice_there(logits, len(history))
+            token = self._there.choice(logits, len(history))
             if token is not None:
                 return token
         logits = _on_the_cpu(logits)
@@ -155,12 +158,12 @@ class Sampler:
             return None
         if self._top_k and not np.count_nonzero(scaled > score) < self._top_k:
             return None
-        if self._min_p and not np.exp(score - scaled.max()) > max(self._min_p * (1 + _DOUBT), _LEAST_SURE):
+        if self._min_p and not np.exp(score - scaled.max()) > max(self._min_p * (1 + DOUBT), LEAST_SURE):
             return None
         if self._top_p < 1:
             weights = np.exp(scaled - scaled.max())
             up_to_it = weights[scaled < score].sum() + weights[token]
-            if not up_to_it > (1 - self._top_p + _DOUBT) * weights.sum():
+            if not up_to_it > (1 - self._top_p + DOUBT) * weights.sum():
                 return None
         return token
 
@@ -168,17 +171,17 @@ class Sampler:
         """Whether noise alone changes logits that lie on a GPU."""
         return not logits.is_cpu and self._by_numpy and self.constraint is None
 
-    def _choice_there(self, logits: Tensor, position: int) -> int | None:
-        """`_choice_without_doubt` on the logits' GPU."""
-        if self._top_k and self._top_p < 1:
-            return None
-        found = highest_there(scaled_there(logits, self.scale), self._noise_there.at(position, logits))
-        self._noise_there.prepare(position + 1, logits.shape[-1])
-        if not math.isfinite(found.score) or (self._top_k and not found.higher < self._top_k):
-            return None
-        if self._min_p and not math.exp(-found.behind) > max(self._min_p * (1 + _DOUBT), _LEAST_SURE):
-            return None
-        return found.token if self._top_p == 1 or found.share > 1 - self._top_p + _DOUBT else None
+    def _choice_unread(self, logits: UnreadLogits, position: int) -> int:
+        """The choice, if it is found without a look at the logits; else NO_TOKEN."""
+        if self.params.logprobs is not None or not self._reads_none:
+            return NO_TOKEN
+        token = self._there.choice(logits, position)
+        return NO_TOKEN if token is None else token
+
+    @property
+    def _reads_none(self) -> bool:
+        """Whether logits that a GPU has need not be read there: nothing but noise and filters changes them."""
+        return (self.plain or self._by_numpy) and self.constraint is None
 
     @torch.inference_mode()
     def _choose(self, logits: Tensor, history: Sequence[int]) -> int:
@@ -206,22 +209,28 @@ class Sampler:
             return None
         return choices(logits)
 
-    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+    def rank(self, logits: Tensor | UnreadLogits, history: Sequence[int], k: int) -> list[int]:
         """The k likeliest choices, best first, from an exit's `logits`; tokens that the filters drop come last."""
+        if isinstance(logits, UnreadLogits):
+            return [token for token, _ in self.guesses(logits, [history], k)[0]]
         return best(self.noisy_scores(logits, history), k)
 
-    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+    def guesses(
+        self, logits: Tensor | UnreadLogits, histories: Sequence[Sequence[int]], k: int
+    ) -> list[list[tuple[int, float]]]:
         """Like `rank`, after each of several texts; each token with its chance (see `chances`).
 
         `logits` are `[texts, vocab_size]`: PyTorch is called once for all texts.
         """
+        if isinstance(logits, UnreadLogits):
+            if self._reads_none and not self._filters:
+                return self._there.likeliest(logits, [*map(len, histories)], k)
+            logits = logits.read().view(len(histories), -1)
         return self.ranked(logits if self.plain else self._noisy_rows(logits, histories), k)
 
     def ranked(self, scores: Tensor, k: int) -> list[list[tuple[int, float]]]:
         """The k highest of each row of noisy scores, best first, each with its chance."""
-        named, chances = best_with_values(scores, self.chances(scores), k)
-        numbers = ([chance if chance > 0 else 0.0 for chance in row] for row in chances)  # 0 if scores are NaN
-        return [list(zip(*row, strict=True)) for row in zip(named, numbers, strict=True)]
+        return with_chances(*best_with_values(scores, self.chances(scores), k))
 
     def noisy_scores(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """The scores that choose the token after `history`, `[vocab_size]`: the argmax is the likeliest choice."""
@@ -230,8 +239,7 @@ class Sampler:
     def _noisy_rows(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
         """`[texts, vocab_size]`, like the logits, with one call for all texts instead of one each."""
         if self._stays_there(logits) and not self._filters:
-            noise = [self._noise_there.at(len(text), logits) for text in histories]
-            return scaled_there(logits, self.scale) + torch.stack(noise)
+            return self._there.noisy(logits, [*map(len, histories)])
         logits = _on_the_cpu(logits)
         if not self._by_numpy:
             return torch.stack([self._noisy_scores(row, text) for row, text in zip(logits, histories, strict=True)])
@@ -368,14 +376,14 @@ class TimedSampler(Sampler):
         super().__init__(params, prompt_size, eos_token_ids, constraint)
         self._recorder = recorder
 
-    def choose(self, logits: Tensor, history: Sequence[int]) -> int:
+    def choose(self, logits: Tensor | UnreadLogits, history: Sequence[int]) -> int:
         """Implements `Sampler.choose`."""
         began = time.perf_counter()
         token = super().choose(logits, history)
         self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), token)
         return token
 
-    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+    def rank(self, logits: Tensor | UnreadLogits, history: Sequence[int], k: int) -> list[int]:
         """Implements `Sampler.rank`."""
         began = time.perf_counter()
         tokens = super().rank(logits, history, k)

@@ -62,6 +62,8 @@ class JointPasses:
 
     def _find_logits(self, asked: Sequence[Logits]) -> Sequence[Any]:
         assert self._rows is not None, "only stages ask for logits"
+        if len(asked) == 1:
+            return [asked[0].alone()]
         return self._rows.logits_together([(one.stage, one.hidden) for one in asked])
 
     def _name(self, asked: Sequence[Naming]) -> Iterator[Any]:

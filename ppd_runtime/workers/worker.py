@@ -356,7 +356,7 @@ class Worker:
             return spec.exit_head
         ranking = ShortlistSampler(sampler, spec.guess_tokens, spec.info.vocab_size) if spec.guess_tokens else sampler
         if self._trained_head is not None:
-            return TrainedHead(self._trained_head, ranking, recorder, self._final_head)
+            return TrainedHead(self._trained_head, ranking, recorder, self._final_head, self.stage)
         return ModelHead(self.stage, ranking)
 
 

@@ -189,6 +189,10 @@ class ToyStage:
         for entries in self.entries:
             entries[position:] = [entries[position + index]]
 
+    def unread_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`."""
+        return self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[VOCAB]`, of which one is 1."""
         return choose(hidden)

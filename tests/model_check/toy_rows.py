@@ -106,6 +106,10 @@ class ToyRows:
         self.nodes.pop(node, None)
         self.begun.pop(node, None)
 
+    def unread_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`."""
+        return self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[VOCAB]`, of which one is 1; no token is decided but by ordinary decoding's very state."""
         texts = [self.model.text(prompt, len(self.kept[0])) for prompt in self.model.prompts]

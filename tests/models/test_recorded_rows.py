@@ -32,8 +32,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoGpus]:
     row_probe._kernel_agrees.cache_clear()
 
 
-def rows_range(model_folder: ModelFolder, recorded: bool) -> RowsRange:
-    stage = RowsRange(load_stage(model_folder("llama", num_layers=2, vocab_size=320)).model)
+def rows_range(model_folder: ModelFolder, recorded: bool, family: str = "llama") -> RowsRange:
+    stage = RowsRange(load_stage(model_folder(family, num_layers=2, vocab_size=320)).model)
     stage._rotary._tables = False  # on a GPU the embedding is asked
     stage._recordings = Recordings() if recorded else None
     return stage
@@ -88,3 +88,12 @@ def test_a_recording_that_does_not_write_its_entries_is_left_out(
         assert all(map(torch.equal, passed(recorded, asked), passed(launched, asked)))
     assert "CUDA graphs are left out: a recording does not give what the pass gave" in caplog.text
     assert len(gpus.graphs) == 1
+
+
+def test_experts_are_launched(gpus: TwoGpus, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture) -> None:
+    """Their code may wait for what rows have chosen, which a recording cannot; the head is recorded."""
+    recorded, launched = (rows_range(model_folder, recorded, "mixtral") for recorded in (True, False))
+    for asked in ([(5, 1)], [(6, 2)]):
+        assert all(map(torch.equal, passed(recorded, asked), passed(launched, asked)))
+    assert (len(gpus.graphs), gpus.replays) == (1, 3)
+    assert not caplog.records

@@ -1,4 +1,4 @@
-"""PyTorch's CUDA build without a GPU: the options of NCCL that are set, and passes exported for a GPU."""
+"""PyTorch's CUDA build without a GPU: the options of NCCL that are set, padded passes, and exported ones."""
 
 import os
 import subprocess
@@ -29,6 +29,7 @@ def test_what_the_cuda_build_shows(tmp_path: Path) -> None:
     seen = _output([sys.executable, str(TESTS / "cuda_build.py")], _RUN_S, env=environment).splitlines()
     print(*seen, sep="\n")
     assert seen[0].startswith("nccl 2.")
+    assert sum(line.startswith("stays there") for line in seen) == 4
     assert sum(line.startswith("exported") for line in seen) == 24
 
 

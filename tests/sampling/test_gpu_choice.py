@@ -63,7 +63,7 @@ def test_the_next_positions_noise_is_made_ahead(monkeypatch: pytest.MonkeyPatch)
     """While the next pass runs; what is asked for meanwhile has been made."""
     prepared = list[int]()
     sampler = Sampler(SamplingParams(temperature=1.0, seed=2))
-    monkeypatch.setattr(sampler._noise_there, "prepare", lambda position, size: prepared.append(position))
+    monkeypatch.setattr(sampler._there._noise, "prepare", lambda position, size: prepared.append(position))
     with NewTensors():
         sampler.choose(on_gpu(logits_of(0), 1), [1, 2, 3])
     assert prepared == [4]

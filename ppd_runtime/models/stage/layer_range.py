@@ -27,9 +27,11 @@ from ppd_runtime.models.stage.slicing import FinalHead, LayerSubset, decoder_of,
 from ppd_runtime.models.stage.states import new_cache
 from ppd_runtime.models.stage.trees import Part, TokenTree, chain_of, token_tree
 from ppd_runtime.models.stage.wide import NEWEST_ALONE, drops_tokens, state_size
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
 
+Head = Callable[[Tensor], Tensor]
 Pace = Callable[[Callable[[], Tensor], int, bool], Tensor]
 """Computes a pass and returns its result. It is given the pass, its number of layers, 0 for a head, and whether the
 pass has rows of several texts or branches."""
@@ -103,7 +105,7 @@ class LayerRange(HeldSequence):
         if self._compiled:
             self._compiled.add(*passes)
 
-    def head_over(self, final: FinalHead) -> Callable[[Tensor], Tensor]:
+    def head_over(self, final: FinalHead) -> Head:
         """Another head of the same length, compiled if this stage's is."""
         return (self._compiled.head_of(final) if self._compiled else None) or final
 
@@ -250,15 +252,23 @@ class LayerRange(HeldSequence):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits for the newest token: final norm, head and whatever the model adds to it."""
-        return self._timed_head(hidden if hidden.shape[1] == 1 else hidden[:, -1:])
+        return self._timed_head(partial(self._head_over, hidden if hidden.shape[1] == 1 else hidden[:, -1:]))
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         """`[tokens, vocab_size]` float32 logits for each token of `[1, tokens, hidden_size]`, as `logits` of one."""
-        return self._timed_head(hidden, hidden.shape[1])
+        return self._timed_head(partial(self._head_over, hidden, hidden.shape[1]))
 
-    def _timed_head(self, hidden: Tensor, *tokens: int) -> Tensor:
+    def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
+        """The `logits`, not computed yet where whoever needs little of them is told it sooner; see `RowsRange`."""
+        return self.logits(hidden)
+
+    def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
+        """The `token_logits`, or another head's, as `unread_logits`."""
+        return head(hidden)[0].float() if head else self.token_logits(hidden)
+
+    def _timed_head(self, run: Callable[[], Tensor]) -> Tensor:
         began = time.perf_counter()
-        logits = self.pace(partial(self._head_over, hidden, *tokens), 0, False)
+        logits = self.pace(run, 0, False)
         self.recorder.note(Kind.HEAD, began, time.perf_counter())
         return logits
 

@@ -5,7 +5,7 @@ many rows without one as are missing, passes over several tokens have the same s
 if they depend neither on the other rows nor on its place. `row_probe` finds that out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from ppd_runtime.models.stage.caches import SomeLayersCache
 from ppd_runtime.models.stage.chunks import num_tokens
 from ppd_runtime.models.stage.compiled_passes import CompiledPasses
-from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, shallow_copy
+from ppd_runtime.models.stage.decoder_parts import CACHE_ARGUMENT, decoder_in, shallow_copy
 from ppd_runtime.models.stage.graphs import Recordings, current_device
-from ppd_runtime.models.stage.layer_range import LayerRange
+from ppd_runtime.models.stage.layer_range import Head, LayerRange
 from ppd_runtime.models.stage.row_attention import (
     ROWS,
     RowByRow,
@@ -33,6 +33,7 @@ from ppd_runtime.models.stage.row_attention import (
 from ppd_runtime.models.stage.row_probe import attends_to_slots
 from ppd_runtime.models.stage.slicing import LayerSubset
 from ppd_runtime.models.stage.trees import TextRows, chain_of, token_tree
+from ppd_runtime.sampling.gpu_choice import Ask, UnreadLogits
 
 
 class RowsRange(LayerRange):
@@ -41,7 +42,8 @@ class RowsRange(LayerRange):
     Attention and experts run row by row, and all other layers over all rows at once. More tokens take several passes.
 
     With attention over slots a pass is told its rows in device memory. So on a GPU one recording for each doubling of
-    the longest text serves all passes through the same layers.
+    the longest text serves all passes through the same layers, unless they have experts. Others have the norm, the head
+    and what is asked of the logits: choices, or the likeliest tokens.
     """
 
     rows_of_a_pass = ROWS
@@ -59,6 +61,9 @@ class RowsRange(LayerRange):
         self.reads_slots = attends_to_slots(model)
         """Whether attention reads the texts' caches where they lie; else what rows see is gathered."""
         self._recordings = Recordings() if self.reads_slots and self._on_cuda else None
+        layers = decoder_in(model).layers
+        self._waits = any(mixes_rows(part) for layer in layers for part in layer.children())
+        """Whether layers have experts, whose code may wait for what rows have chosen: their passes are launched."""
         attend_by_row(model)
 
     @property
@@ -119,7 +124,7 @@ class RowsRange(LayerRange):
             return run_decoder(subset, hidden, rows.places(), rows)
 
         table = of_pass.table.to(self.device)
-        if not self._recordings:
+        if not self._recordings or self._waits:
             return launch(hidden, table)
         with current_device(self.device):
             written = partial(own_entries, texts, subset.numbers)
@@ -128,15 +133,40 @@ class RowsRange(LayerRange):
     @torch.inference_mode()
     def _head_over(self, hidden: Tensor, *tokens: int) -> Tensor:
         """`[*tokens, vocab_size]` float32 logits, of `ROWS` tokens at a time."""
-        parts = [self._head_of(_padded(some))[:, : some.shape[1]] for some in self._here(hidden).split(ROWS, dim=1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(*tokens, -1)
+        parts = [self._asked(some, _themselves)[: some.shape[1]] for some in self._here(hidden).split(ROWS, dim=1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*tokens, -1)
 
-    def _head_of(self, hidden: Tensor) -> Tensor:
-        """Float32 logits of a pass's rows, `[1, ROWS, vocab_size]`."""
+    def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
+        """The newest token's logits, unread if the head is recorded."""
+        return self._unread(hidden if hidden.shape[1] == 1 else hidden[:, -1:], self.logits)
+
+    def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
+        """Each token's logits, unread if heads are recorded and one pass has room for all."""
+        return self._unread(hidden, (lambda states: head(states)[0].float()) if head else self.token_logits, head)
+
+    def _unread(
+        self, hidden: Tensor, read: Callable[[Tensor], Tensor], head: Head | None = None
+    ) -> Tensor | UnreadLogits:
+        if not self._recordings or hidden.shape[1] > ROWS:
+            return read(hidden)
+
+        def find(ask: Ask, inputs: Sequence[Tensor]) -> Tensor:
+            return self._timed_head(partial(self._asked, self._here(hidden), ask, *inputs, head=head))
+
+        return UnreadLogits((ROWS, self.model.config.vocab_size), self.device, partial(read, hidden), find)
+
+    @torch.inference_mode()
+    def _asked(self, hidden: Tensor, ask: Ask, *inputs: Tensor, head: Head | None = None) -> Tensor:
+        """What `ask` finds in a pass's float32 logits, `[ROWS, vocab_size]`, given further tensors."""
+        of_states = head or self.head
+
+        def launch(hidden: Tensor, *inputs: Tensor) -> Tensor:
+            return ask(of_states(hidden)[0].float(), *inputs)
+
         if not self._recordings:
-            return self.head(hidden).float()
+            return launch(_padded(hidden), *inputs)
         with current_device(self.device):
-            return self._recordings.run("head", (hidden,), lambda hidden: self.head(hidden).float())
+            return self._recordings.run((of_states, ask), (_padded(hidden), *inputs), launch)
 
     def _stand_in(self, number: int, layer: torch.nn.Module) -> torch.nn.Module:
         mixing = {name: RowByRow(part) for name, part in layer.named_children() if mixes_rows(part)}
@@ -152,6 +182,10 @@ def run_decoder(subset: LayerSubset, hidden: Tensor, positions: Tensor, rows: Ro
     cache = SomeLayersCache([RowsLayer(number, rows) for number in subset.numbers], subset.numbers)
     feed = {"inputs_embeds": hidden, "position_ids": positions, CACHE_ARGUMENT: cache}
     return with_rows(rows, lambda: subset.decoder(**feed, use_cache=True).last_hidden_state)
+
+
+def _themselves(logits: Tensor) -> Tensor:
+    return logits
 
 
 def _padded(hidden: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.prefixes import KeptChunk, KeptPrefixes
 from ppd_runtime.models.stage.slots import node_slots
 from ppd_runtime.models.stage.trees import Part, PlacedTree, TextRows, tree_of
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 
 _TRIED: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 2), (0, 2, 3), (1, 4), (0, 5), (0, 2, 3, 6), (1, 4, 7))
 """Paths of the rows that a stage tries at its start: siblings, and tokens after them."""
@@ -239,6 +240,10 @@ class TreeRange:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[vocab_size]` float32 logits after the newest hidden state: final norm and head."""
         return self._stage.logits(self.top(hidden))
+
+    def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
+        """The `logits`, perhaps unread; see `LayerRange.unread_logits`."""
+        return self._stage.unread_logits(self.top(hidden))
 
     def _parts(self, asked: Sequence["Asked"]) -> Iterator[Part]:
         """Parts that run together; a part's slots are ready until the next is asked for. The arena's come first."""

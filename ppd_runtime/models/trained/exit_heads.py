@@ -14,6 +14,7 @@ from ppd_runtime.models.native.drafter import likeliest
 from ppd_runtime.models.native.library import is_loaded
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.trained.heads import HeadNetwork
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.sampling.sampler import Sampler
 from ppd_runtime.tracing.recorder import Recorder
 from ppd_runtime.tracing.spans import Kind
@@ -51,13 +52,20 @@ class ShortlistSampler:
         self._sampler, self._tokens, self._vocab_size = sampler, tokens, vocab_size
         self._places = np.array(tokens)
 
-    def rank(self, logits: Tensor, history: Sequence[int], k: int) -> list[int]:
+    def rank(self, logits: Tensor | UnreadLogits, history: Sequence[int], k: int) -> list[int]:
         """Like `Sampler.rank`, from `[len(tokens)]` logits."""
-        (guesses,) = self.guesses(logits[None], [history], k)
+        (guesses,) = self.guesses(logits if isinstance(logits, UnreadLogits) else logits[None], [history], k)
         return [token for token, _ in guesses]
 
-    def guesses(self, logits: Tensor, histories: Sequence[Sequence[int]], k: int) -> list[list[tuple[int, float]]]:
+    def guesses(
+        self, logits: Tensor | UnreadLogits, histories: Sequence[Sequence[int]], k: int
+    ) -> list[list[tuple[int, float]]]:
         """Like `Sampler.guesses`, from `[texts, len(tokens)]` logits."""
+        if isinstance(logits, UnreadLogits):
+            if self._sampler.plain:
+                found = self._sampler.guesses(logits, histories, k)
+                return [[(self._tokens[place], chance) for place, chance in row] for row in found]
+            logits = logits.read().view(len(histories), -1)
         scores = self._sampler.scores_among(logits, [len(text) for text in histories], self._places, self._vocab_size)
         if scores is not None:
             native = scores.is_cpu and scores.dtype == torch.float32 and is_loaded()
@@ -77,13 +85,15 @@ class ModelHead:
 
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth would be likeliest to choose if it ended here."""
-        return self._sampler.rank(self._stage.logits(hidden), history, k)
+        return self._sampler.rank(self._stage.unread_logits(hidden), history, k)
 
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """Guess with full depth's head, as if the model ended here."""
-        return self.ranked(self._stage.token_logits(hidden), texts, k)
+        return self.ranked(self._stage.unread_token_logits(hidden), texts, k)
 
-    def ranked(self, logits: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
+    def ranked(
+        self, logits: Tensor | UnreadLogits, texts: Sequence[Sequence[int]], k: int
+    ) -> Sequence[Sequence[tuple[int, float]]]:
         """Guesses from logits `[texts, vocab_size]`."""
         return self._sampler.guesses(logits, texts, k)
 
@@ -95,7 +105,8 @@ class TrainedHead:
         network: the head.
         sampler: the request's.
         recorder: notes the time of its passes.
-        final: the network's norm and head as the stage runs them, which may be compiled.
+        final: the network's norm and head as the stage runs them, if they are compiled.
+        stage: runs the network otherwise, which may be recorded.
     """
 
     def __init__(
@@ -104,26 +115,30 @@ class TrainedHead:
         sampler: Sampler | ShortlistSampler,
         recorder: Recorder | None = None,
         final: Callable[[Tensor], Tensor] | None = None,
+        stage: LayerRange | None = None,
     ) -> None:
         self._network, self._sampler, self._recorder = network, sampler, recorder or Recorder()
         self._final = final or network.final
+        self._stage = stage if self._final is network.final else None
         self._device = next(network.parameters()).device
 
     @torch.inference_mode()
     def candidates(self, hidden: Tensor, history: Sequence[int], k: int) -> list[int]:
         """The k tokens that full depth is likeliest to choose, by this head."""
         began = time.perf_counter()
-        logits = self._logits(hidden[:, -1:])[-1]
+        logits = self._logits(hidden[:, -1:])
         self._recorder.note(Kind.HEAD, began, time.perf_counter())
-        return self._sampler.rank(logits, history, k)
+        return self._sampler.rank(logits if isinstance(logits, UnreadLogits) else logits[-1], history, k)
 
     @torch.inference_mode()
     def guesses(self, hidden: Tensor, texts: Sequence[Sequence[int]], k: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The `candidates`, each with the head's probability for it."""
         return self._sampler.guesses(self._logits(hidden), texts, k)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
         """`[tokens, vocab_size]` of hidden states `[1, tokens, hidden_size]`."""
+        if self._stage is not None:
+            return self._stage.unread_token_logits(hidden.to(self._device), self._network)
         return self._final(self._network.states(hidden.to(self._device)))[0].float()
 
 

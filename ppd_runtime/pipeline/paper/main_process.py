@@ -151,7 +151,7 @@ class MainProcess:
             hidden = yield from self._pass(first_layer, inputs, ask=not (asked or stop.last_allowed))
             if len(self.history) == len(self.begin.prompt_ids):
                 yield Call(sampler.note_prompt, self.stage.logits, hidden, self.history)
-            token = sampler.choose((yield Call(self.stage.logits, hidden)), self.history)
+            token = sampler.choose((yield Call(self.stage.unread_logits, hidden)), self.history)
             self._logprobs = sampler.take_logprobs()
             self.history.append(token)
             self.finish_reason = stop.finish_reason(token) or ""

@@ -13,6 +13,7 @@ from ppd_runtime.pipeline.ports import Awaited, Machine, Send, WaitFor, Work
 from ppd_runtime.pipeline.speculation_policy import Always, Guessing, SpeculationPolicy
 from ppd_runtime.pipeline.staged.tree import NodeTree
 from ppd_runtime.request_error import RequestError
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.sampling.logprobs import TokenLogprobs, packed
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
@@ -92,7 +93,7 @@ class StagedDecider(ABC):
         elif isinstance(message, Begin):
             self.repeat(len(message.delivered))
 
-    def _choose(self, logits: Tensor, stop: StopRule) -> int:
+    def _choose(self, logits: Tensor | UnreadLogits, stop: StopRule) -> int:
         """Add the next token to the text; `finish_reason` says whether it is the last."""
         token = self._sampler.choose(logits, self.history)
         self._logprobs = self._sampler.take_logprobs()

@@ -9,6 +9,7 @@ from ppd_runtime.models.stage.tree_range import TreeRange
 from ppd_runtime.models.trained.exit_heads import BoundaryHead
 from ppd_runtime.pipeline.ports import Computation
 from ppd_runtime.pipeline.staged.chances import Guess
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 
 
 @dataclass(slots=True)
@@ -32,9 +33,9 @@ class Logits(Computation):
     stage: TreeRange
     hidden: Tensor
 
-    def alone(self) -> Tensor:
-        """The logits, `[vocab_size]`."""
-        return self.stage.logits(self.hidden)
+    def alone(self) -> Tensor | UnreadLogits:
+        """The logits, `[vocab_size]`, perhaps unread."""
+        return self.stage.unread_logits(self.hidden)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from ppd_runtime.pipeline.staged.ports import Logits
 from ppd_runtime.pipeline.staged.row_chooser import RowChooser
 from ppd_runtime.pipeline.staged.tree import RowState
 from ppd_runtime.sampling.constraint import Constraint
+from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.settings.layouts import CLIENT, DECIDER
 from ppd_runtime.text import StopRule
 
@@ -96,12 +97,12 @@ class SingleStage(StagedDecider):
                 return token
             self._settle(token)
 
-    def _logits(self, hidden: Tensor) -> Generator[Awaited, Any, Tensor]:
+    def _logits(self, hidden: Tensor) -> Generator[Awaited, Any, Tensor | UnreadLogits]:
         """The newest token's logits; those of all rows of its pass are computed together if that keeps their bits."""
         state = self._tree.root.hidden
-        if state is None or self._tree.root is self._tree.prompt or not self.stage.joins_heads:
+        rows = None if state is None or self._tree.root is self._tree.prompt else state.rows
+        if state is None or rows is None or rows.shape[1] == 1 or not self.stage.joins_heads:
             return (yield Logits(self.stage, hidden))
-        rows = state.rows
         if self._of_pass is None or self._of_pass[0] is not rows:
             states = [(self.stage, rows[:, row : row + 1]) for row in range(rows.shape[1])]
             self._of_pass = rows, (yield Call(self.stage.logits_together, states))
