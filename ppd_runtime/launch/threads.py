@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -37,7 +38,9 @@ class LocalWorkers:
     def _spawn(self, rank: int) -> "ThreadHandle":
         self._progress(f"loading {self.supervisor.name_of(rank)}")
         self._spawned.append(rank)
-        worker = Worker(self._specs[rank])
+        # OpenMP's helpers end with the thread that loads: with more of them than cores all sleep between two products
+        with ThreadPoolExecutor(1) as loading:
+            worker = loading.submit(Worker, self._specs[rank]).result()
         bits = NO_BITS if self._are_alike else worker.bits()
         return ThreadHandle(worker, self._network.endpoint(rank), bits)
 

@@ -60,3 +60,24 @@ def test_what_was_given_back_is_zero_for_the_next(room: int | None):
     assert again.rows.start == cache.rows.start
     assert written(again, 1).layers[0].rows[0].sum() == HEADS * DIM
     assert other.layers[0].rows[0].sum() == 2 * HEADS * DIM
+
+
+def test_a_lone_sequence_leaves_its_memory_to_the_next(monkeypatch):
+    rows = RowArena(WINDOWS, 0)
+    cache = written(rows.take(100), 50)
+    memory = cache.layers[0].rows[0].data_ptr()
+    rows.give_back(cache.rows, 50)
+    cache = written(rows.take(90), 1)
+    assert cache.layers[0].rows[0].data_ptr() == memory
+    assert cache.layers[1].rows[1].sum() == HEADS * DIM, "the others are zeros"
+
+    rows.give_back(cache.rows, 1)
+    first, second = rows.take(1_000), rows.take(1_000)
+    assert second is not None, "a longer one alone leaves room for others, as the first one does"
+    rows.give_back(second.rows, 0)
+    written(first, 61)
+
+    of_row = 4 * HEADS * DIM * 2 * len(WINDOWS)
+    monkeypatch.setattr(arena, "_KEPT_BYTES", 60 * of_row)
+    rows.give_back(first.rows, 61)
+    assert not rows.cache.capacity, "too much to keep for nobody"

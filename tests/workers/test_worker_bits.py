@@ -1,5 +1,6 @@
 """What workers compare before they serve tells models apart, too: no two stages hold the same layers."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ppd_runtime.models.build import load_stage
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.workers import worker
 from ppd_runtime.workers.bits import NO_BITS
+from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
 
@@ -68,3 +70,16 @@ def test_threads_on_one_device_compare_nothing(folder: str) -> None:
     with PPDRuntime(folder, stages=2, transport="local", dtype="float32") as runtime:
         posts = runtime._workers.supervisor._posts
         assert [post.handle.bits for post in posts.values()] == [NO_BITS] * 2
+
+
+def test_layers_are_loaded_in_a_thread_of_their_own(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and OpenMP's helpers with it: with more threads than cores those of each product sleep in between."""
+    loaded_in = []
+
+    def load(spec: WorkerSpec) -> Worker:
+        loaded_in.append(threading.current_thread())
+        return Worker(spec)
+
+    monkeypatch.setattr("ppd_runtime.launch.threads.Worker", load)
+    with PPDRuntime(folder, stages=2, transport="local", dtype="float32"):
+        assert [thread.is_alive() for thread in loaded_in] == [False, False]

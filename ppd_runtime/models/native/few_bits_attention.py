@@ -45,20 +45,17 @@ def few_bits_attention(
         return bitwise_grouped_attention(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tokens == 1 and attention_mask is None:
-        return few_tokens_attention(query, key, value, *_all_of(rows), scale, 0.0), None
-    if attention_mask is None:  # each token sees all before it
-        sees = torch.ones(tokens, rows, dtype=torch.bool, device=query.device).tril(rows - tokens)
-    else:
-        mask = attention_mask[0, 0, :, :rows]
-        sees = mask if mask.dtype == torch.bool else mask > -1
+    if attention_mask is None:
+        return few_tokens_attention(query, key, value, *_all_before(tokens, rows), scale, 0.0), None
+    mask = attention_mask[0, 0, :, :rows]
+    sees = mask if mask.dtype == torch.bool else mask > -1
     return few_tokens_attention(query, key, value, *_lists(sees), scale, 0.0), None
 
 
 @lru_cache(maxsize=64)  # each layer of a pass asks for the same
-def _all_of(rows: int) -> tuple[Tensor, Tensor]:
-    """`where` and `lists` of one token that sees all rows; see `few_tokens_attention`."""
-    return torch.tensor([[rows - 1], [rows - 1], [0]]), torch.arange(rows)[None]
+def _all_before(tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The `_lists` of the last `tokens`, each of which sees itself and all rows before it."""
+    return _lists(torch.ones(tokens, rows, dtype=torch.bool).tril(rows - tokens))
 
 
 def _lists(sees: Tensor) -> tuple[Tensor, Tensor]:

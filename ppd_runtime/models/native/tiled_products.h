@@ -80,12 +80,13 @@ inline void each_tile(const Products& products, int64_t number, int64_t last, Do
   }
 }
 
-// Have all tiles run, with PyTorch's threads where they have so much to read that waking them pays.
+// Have all tiles run, with PyTorch's threads where they have so much to read that waking them pays, or to compute.
 inline void for_all_tiles(const Products& products, void (*some)(int64_t, int64_t, void*), void* context) {
   constexpr int64_t GRAIN = 1 << 19;  // bytes of weights, which a core reads in 6 to 20 microseconds
+  const int64_t times = (products.tokens + 7) / 8;  // for eight tokens computing takes about as long as reading
   int64_t tiles = 0, bytes = 0;
   for (const Matrix* matrix = products.matrices; matrix < products.matrices + products.count; ++matrix)
-    tiles += tiles_of(matrix->outputs), bytes += matrix->outputs * matrix->row_bytes;
+    tiles += tiles_of(matrix->outputs), bytes += times * matrix->outputs * matrix->row_bytes;
   for_all(tiles, std::max<int64_t>(1, GRAIN * tiles / std::max<int64_t>(1, bytes)), some, context);
 }
 

@@ -13,6 +13,8 @@ from ppd_runtime.models.stage.caches import LayersMemory, StageCache, whole_rows
 logger = logging.getLogger(__name__)
 _SEQUENCES = 16  # room in multiples of the first one's size, if no number of tokens is given
 _SPARE = 256  # rows of each beside its text: for tokens in flight, and up to the end of what a pass attends to
+_KEPT_BYTES = 2**28
+"""Of used rows, kept while no sequence has any: the next one's large pages would be cleared first."""
 _NOT_RESERVED = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
 """Linux's MAP_NORESERVE: unused memory is not reserved."""
 
@@ -42,20 +44,22 @@ class RowArena:
         memory = _UntouchedMemory(len(self._windows) - self._first_layer)
         self.cache = StageCache(self._windows, rows, self._first_layer, memory)
         """All rows, as one cache; it counts no tokens."""
+        self._reach = 0
+        """Rows that have been used."""
 
     def take(self, tokens: int) -> "ArenaCache | None":
         """A cache for a sequence of `tokens` tokens; None without room beside the others."""
         size = whole_rows(tokens)
         if self.is_refused:
             return None
-        if not self._taken and self.cache.capacity < size:
-            self._forget(self._rows_for(size))
+        if not self._taken and self.cache.capacity < (rows := self._rows_for(size)):
+            self._forget(rows)
         start = 0
         for place, taken in enumerate([*self._taken, range(self.cache.capacity, self.cache.capacity)]):
             if taken.start - start >= size:
-                rows = range(start, start + size)
-                self._taken.insert(place, rows)
-                return ArenaCache(self, self._windows, tokens, self._first_layer, rows, self._moves)
+                ours = range(start, start + size)
+                self._taken.insert(place, ours)
+                return ArenaCache(self, self._windows, tokens, self._first_layer, ours, self._moves)
             start = taken.stop
         return None
 
@@ -66,11 +70,14 @@ class RowArena:
         They are zeroed: non-finite numbers must not reach another sequence.
         """
         self._taken.remove(rows)
-        if not self._taken:
+        used_rows = slice(rows.start, min(rows.start + used, rows.stop))
+        self._reach = max(self._reach, used_rows.stop)
+        parts = [part for layer in self.cache.layers for part in layer.rows]
+        if not self._taken and sum(part[: self._reach].nbytes for part in parts) > _KEPT_BYTES:
             self._forget(0)
             return
-        for of_layer in (part for layer in self.cache.layers for part in layer.rows):
-            of_layer[rows.start : min(rows.start + used, rows.stop)].zero_()
+        for part in parts:
+            part[used_rows].zero_()
 
     def part(self, index: int, rows: range, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Like `LayersMemory.part`: a sequence's rows of a layer with entries like `keys` and `values`."""
