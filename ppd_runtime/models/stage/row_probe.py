@@ -63,6 +63,9 @@ def _why_not_in_its_code(model: PreTrainedModel) -> str | None:
         return f"its attention ({model.config._attn_implementation}) cannot be computed row by row"
     if not library_masks_fit(model, 1):
         return "its passes over one token need a mask"
+    mixing = (part for layer in decoder_in(model).layers for part in layer.children() if mixes_rows(part))
+    if any(hasattr(module, "is_causal") for part in mixing for module in part.modules()):
+        return "its attention has experts"
     return None
 
 
