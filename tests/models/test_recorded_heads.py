@@ -93,6 +93,16 @@ def test_one_replay_guesses(gpus: TwoGpus, both: Both, temperature: float) -> No
     assert recorded.guesses(states, texts, 3) == launched.guesses(states, texts, 3), "more rows than a pass has"
 
 
+def test_requests_take_turns_at_a_head(both: Both) -> None:
+    """At other temperatures, each with its own seed."""
+    samplers = [Sampler(SamplingParams(seed=seed, temperature=0.8 * (seed % 3))) for seed in range(6)]
+    for turn in range(1, 4):
+        states, texts = states_of(2, both[0].state_size, turn), [[1] * turn, [2] * 3 * turn]
+        for sampler in samplers:
+            recorded, launched = (ModelHead(stage, sampler).guesses(states, texts, 3) for stage in both)
+            assert recorded == launched
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_replay_of_a_trained_head_guesses(gpus: TwoGpus, both: Both, kind: str) -> None:
     recorded, launched = both
