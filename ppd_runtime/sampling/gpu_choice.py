@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.sampling.highest import choices_there, first_and_values, named_with_values, with_chances
+from ppd_runtime.sampling.highest import NO_TOKEN, choices_there, first_and_values, named_with_values, with_chances
 from ppd_runtime.sampling.noise import gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
 
@@ -120,10 +120,11 @@ class GpuChoices:
         self._params, self._noise = params, NoiseAhead(params.seed)
 
     def choice(self, logits: Tensor | UnreadLogits, position: int) -> int | None:
-        """The choice from `[vocab_size]` logits, if the filters surely keep it without them; else None."""
+        """The choice from `[vocab_size]` logits, if there is one and the filters surely keep it; else None."""
         params = self._params
         if params.greedy:
-            return int(_found(logits, choices_of)[0])
+            token = int(_found(logits, choices_of)[0])
+            return None if token == NO_TOKEN else token
         top_p = 1.0 if params.top_p is None else params.top_p
         if params.top_k and top_p < 1:
             return None

@@ -87,10 +87,11 @@ class Sampler:
             RequestError: if no number says which, or a processor of the request's fails.
         """
         if isinstance(logits, UnreadLogits):
-            token = self._choice_unread(logits, len(history))
-            if token != NO_TOKEN:
-                return token
-            logits = logits.read()
+            asks = self._reads_none and self.params.logprobs is None
+            found = self._there.choice(logits, len(history)) if asks else None
+            if found is not None:
+                return found
+            logits = _on_the_cpu(logits.read()) if asks else logits.read()  # the CPU decides what is in doubt
         token = self._chosen(logits, history)
         if token == NO_TOKEN:
             raise self.no_choice(logits, len(history))
@@ -170,13 +171,6 @@ class Sampler:
     def _stays_there(self, logits: Tensor) -> bool:
         """Whether noise alone changes logits that lie on a GPU."""
         return not logits.is_cpu and self._by_numpy and self.constraint is None
-
-    def _choice_unread(self, logits: UnreadLogits, position: int) -> int:
-        """The choice, if it is found without a look at the logits; else NO_TOKEN."""
-        if self.params.logprobs is not None or not self._reads_none:
-            return NO_TOKEN
-        token = self._there.choice(logits, position)
-        return NO_TOKEN if token is None else token
 
     @property
     def _reads_none(self) -> bool:
