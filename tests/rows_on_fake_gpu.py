@@ -23,7 +23,7 @@ _LAYERS = 2
 
 
 class StaysThere(TorchDispatchMode):
-    """Fails if an operator's result is a number of Python's, or lies on the CPU."""
+    """Fails if an operator's result is a number of Python's, or one of its tensors lies on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class StaysThere(TorchDispatchMode):
     ) -> Any:
         found = function(*args, **(kwargs or {}))
         assert function is not torch.ops.aten._local_scalar_dense.default
-        tensors = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
-        assert all(tensor.is_cuda or tensor.dim() == 0 for tensor in tensors), function
+        tensors = [value for value in tree_leaves((args, kwargs, found)) if isinstance(value, Tensor)]
+        assert all(tensor.is_cuda for tensor in tensors), function
         self.called.append(str(function))
         return found
 

@@ -169,8 +169,8 @@ class Sampler:
         return token
 
     def _stays_there(self, logits: Tensor) -> bool:
-        """Whether noise alone changes logits that lie on a GPU."""
-        return not logits.is_cpu and self._by_numpy and self.constraint is None
+        """Whether logits lie on a GPU and need not be read there."""
+        return not logits.is_cpu and self._reads_none
 
     @property
     def _reads_none(self) -> bool:

@@ -67,6 +67,16 @@ def test_one_replay_chooses(gpus: TwoGpus, both: Both, params: dict[str, Any]) -
     assert filters or len(gpus.graphs) == 1
 
 
+def test_a_choice_in_doubt_is_asked_for_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, launched = both
+    hidden, sampler = states_of(1, recorded.state_size), Sampler(SamplingParams(temperature=1.0, top_p=1e-6))
+    expected = sampler.choose(launched.logits(hidden), [7])
+    asked, choice = list[int](), sampler._there.choice
+    monkeypatch.setattr(sampler._there, "choice", lambda *given: asked.append(1) or choice(*given))
+    assert sampler.choose(recorded.unread_logits(hidden), [7]) == expected
+    assert asked == [1]
+
+
 def test_what_cannot_be_chosen_there_is_read(both: Both) -> None:
     recorded, launched = both
     hidden = states_of(1, recorded.state_size)

@@ -42,8 +42,8 @@ class RowsRange(LayerRange):
     Attention and experts run row by row, and all other layers over all rows at once. More tokens take several passes.
 
     With attention over slots a pass is told its rows in device memory. So on a GPU one recording for each doubling of
-    the longest text serves all passes through the same layers, unless they have experts. Others have the norm, the head
-    and what is asked of the logits: choices, or the likeliest tokens.
+    the longest text serves all passes through the same layers, unless they have experts. Further recordings hold the
+    norm, the head and what is asked of the logits: a choice, or the likeliest tokens.
     """
 
     rows_of_a_pass = ROWS
@@ -138,8 +138,7 @@ class RowsRange(LayerRange):
 
     def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
         """The newest token's logits, unread if the head is recorded."""
-        newest = hidden if hidden.shape[1] == 1 else hidden[:, -1:]
-        return self._unread(newest, partial(self.logits, newest))
+        return self._unread(hidden[:, -1:], partial(self.logits, hidden))
 
     def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
         """Each token's logits, unread if heads are recorded and one pass has room for all."""
