@@ -138,20 +138,22 @@ class RowsRange(LayerRange):
 
     def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
         """The newest token's logits, unread if the head is recorded."""
-        return self._unread(hidden[:, -1:], partial(self.logits, hidden))
+        return self._unread(hidden if hidden.shape[1] == 1 else hidden[:, -1:], self.logits)
 
     def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:
         """Each token's logits, unread if heads are recorded and one pass has room for all."""
-        return self._unread(hidden, partial(super().unread_token_logits, hidden, head), head)
+        return self._unread(hidden, (lambda states: head(states)[0].float()) if head else self.token_logits, head)
 
-    def _unread(self, hidden: Tensor, read: Callable[[], Tensor], head: Head | None = None) -> Tensor | UnreadLogits:
+    def _unread(
+        self, hidden: Tensor, read: Callable[[Tensor], Tensor], head: Head | None = None
+    ) -> Tensor | UnreadLogits:
         if not self._recordings or hidden.shape[1] > ROWS:
-            return read()
+            return read(hidden)
 
         def find(ask: Ask, inputs: Sequence[Tensor]) -> Tensor:
             return self._timed_head(partial(self._asked, self._here(hidden), ask, *inputs, head=head))
 
-        return UnreadLogits((ROWS, self.model.config.vocab_size), self.device, read, find)
+        return UnreadLogits((ROWS, self.model.config.vocab_size), self.device, partial(read, hidden), find)
 
     @torch.inference_mode()
     def _asked(self, hidden: Tensor, ask: Ask, *inputs: Tensor, head: Head | None = None) -> Tensor:
