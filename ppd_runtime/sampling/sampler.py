@@ -374,15 +374,20 @@ class TimedSampler(Sampler):
         """Implements `Sampler.choose`."""
         began = time.perf_counter()
         token = super().choose(logits, history)
-        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), token)
+        self._note_choice(began, logits, len(history), token)
         return token
 
     def rank(self, logits: Tensor | UnreadLogits, history: Sequence[int], k: int) -> list[int]:
         """Implements `Sampler.rank`."""
         began = time.perf_counter()
         tokens = super().rank(logits, history, k)
-        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])
+        self._note_choice(began, logits, len(history), tokens[0])
         return tokens
+
+    def _note_choice(self, began: float, logits: Tensor | UnreadLogits, position: int, token: int) -> None:
+        if isinstance(logits, UnreadLogits):
+            began = self._recorder.ended  # they were computed meanwhile, which has a span of its own
+        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), position, token)
 
 
 def _on_the_cpu(logits: Tensor) -> Tensor:

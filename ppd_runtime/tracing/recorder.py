@@ -19,8 +19,8 @@ _Note = tuple[int, float, float, int, int, int, int, int, str]
 class Recorder:
     """One process' times, in seconds of `time.perf_counter`.
 
-    Each part notes its time when done, one span after the other: none counts twice, and what lies between two is
-    Python's.
+    Each part notes its time when done, one span after the other: they neither overlap nor nest, and what lies
+    between two is Python's.
     """
 
     def __init__(self, most_spans: int = MOST_SPANS) -> None:
@@ -50,6 +50,11 @@ class Recorder:
         """What passes through layers have taken since `begin`."""
         return self._spent[Kind.LAYERS]
 
+    @property
+    def ended(self) -> float:
+        """When the last span ended."""
+        return self._last
+
     def pause(self) -> float:
         """Stop the clock, and say when: what follows, up to `resume`, is not the request's."""
         now = time.perf_counter()
@@ -72,8 +77,7 @@ class Recorder:
         first: int = -1,
         last: int = -1,
     ) -> None:
-        """A span that is over; see `Kind` for the details. It begins behind the last one, which may lie in it."""
-        began = max(began, self._last)
+        """A span that is over; see `Kind` for the details."""
         self._spent[kind] += ended - began
         self._between += began - self._last
         self._last = ended

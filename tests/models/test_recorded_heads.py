@@ -1,6 +1,7 @@
 """Choices and guesses in the head's recording, on a GPU that is a stand-in: those of launched passes and of a CPU."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ppd_runtime.models.trained.heads import KINDS, new_head
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.sampling.sampler import Sampler, TimedSampler
+from ppd_runtime.tracing.spans import Kind
 
 ModelFolder = Callable[..., Path]
 Both = tuple[RowsRange, RowsRange]
@@ -65,6 +67,19 @@ def test_one_replay_chooses(gpus: TwoGpus, both: Both, params: dict[str, Any]) -
     filters = {"top_p", "top_k"} & {*params}
     assert alone > 5 if filters else alone == 11, "the first pass tries its recording"
     assert filters or len(gpus.graphs) == 1
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}], ids=str)
+def test_heads_and_choices_count_once(both: Both, params: dict[str, Any]) -> None:
+    """A choice's span begins behind that of the head that was computed for it."""
+    stage = both[0]
+    sampler, recorder = TimedSampler(SamplingParams(**params), stage.recorder), stage.recorder
+    recorder.begin(traced=True)
+    sampler.choose(stage.unread_logits(states_of(1, stage.state_size)), [7])
+    ModelHead(stage, sampler).candidates(states_of(1, stage.state_size), [7], 2)
+    noted = recorder.spans(0)
+    assert noted and [span.kind for span in noted.spans] == [Kind.HEAD, Kind.CHOOSE] * 2
+    assert all(before.ended_ns <= behind.began_ns for before, behind in pairwise(noted.spans))
 
 
 def test_a_choice_in_doubt_is_asked_for_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

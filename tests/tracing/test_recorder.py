@@ -46,18 +46,6 @@ def test_spans_and_what_lies_between_sum_to_the_whole():
     assert ledger.hops_s == 0
 
 
-def test_a_span_around_another_is_what_lies_behind_it():
-    recorder = Recorder()
-    recorder.begin(traced=True)
-    began = time.perf_counter()
-    recorder.note(Kind.HEAD, began + 1, began + 2)
-    recorder.note(Kind.CHOOSE, began, began + 3)
-    ledger, (_, choice) = recorder.ledger(), recorder.spans(0).spans
-    assert ledger.heads_s == pytest.approx(2)
-    assert ledger.python_s == pytest.approx(1, abs=0.1)
-    assert choice.ended_ns - choice.began_ns == pytest.approx(1e9)
-
-
 def test_ordinary_decodings_ledger_leaves_the_callers_time_out(folder):
     ordinary = OrdinaryDecoding(folder, emulate=EmulatedDevice(layer_ms=2.0, head_ms=3.0))
     began = time.perf_counter()
