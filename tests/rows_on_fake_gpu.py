@@ -23,7 +23,7 @@ _LAYERS = 2
 
 
 class StaysThere(TorchDispatchMode):
-    """Fails if an operator's result is a number of Python's, or lies on the CPU."""
+    """Fails if an operator's result is a number of Python's, or one of its tensors lies on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class StaysThere(TorchDispatchMode):
     ) -> Any:
         found = function(*args, **(kwargs or {}))
         assert function is not torch.ops.aten._local_scalar_dense.default
-        tensors = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
-        assert all(tensor.is_cuda or tensor.dim() == 0 for tensor in tensors), function
+        tensors = [value for value in tree_leaves((args, kwargs, found)) if isinstance(value, Tensor)]
+        assert all(tensor.is_cuda for tensor in tensors), function
         self.called.append(str(function))
         return found
 
@@ -58,7 +58,7 @@ def check_rows(family: str, **sizes: Any) -> None:
             logits = stage.head(states)[0].float()
             noise = torch.zeros_like(logits)
             found = [choices_of(logits), highest_of(logits, scale, noise[0])]
-            found += [likeliest_of(3)(logits, *inputs) for inputs in ((), (scale, noise))]
+            found += [likeliest_of(3, True)(logits), likeliest_of(3, False)(logits, scale, noise)]
     assert states.shape == hidden.shape and logits.shape[0] == ROWS
     assert [tuple(numbers.shape) for numbers in found] == [(ROWS,), (5,), (ROWS, 2, 4), (ROWS, 2, 4)]
     kernels = [name for name in watching.called if name.startswith("ppd.")]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppd_runtime.sampling.highest import choices_there, first_and_values, named_with_values, with_chances
+from ppd_runtime.sampling.highest import NO_TOKEN, choices_there, first_and_values, named_with_values, with_chances
 from ppd_runtime.sampling.noise import gumbel_noise
 from ppd_runtime.sampling.params import SamplingParams
 
@@ -40,7 +40,8 @@ class UnreadLogits:
     read: Callable[[], Tensor]
     """Computes the logits and nothing else; they have a row for each token, or none for one."""
     find: Callable[[Ask, Sequence[Tensor]], Tensor]
-    """Computes what is asked, given all rows' logits and these tensors. There is a recording for each `Ask`."""
+    """Computes what is asked, given all rows' logits and these tensors. There is a recording for each `Ask`, which
+    always takes as many tensors."""
 
 
 class Highest(NamedTuple):
@@ -119,10 +120,11 @@ class GpuChoices:
         self._params, self._noise = params, NoiseAhead(params.seed)
 
     def choice(self, logits: Tensor | UnreadLogits, position: int) -> int | None:
-        """The choice from `[vocab_size]` logits, if the filters surely keep it without them; else None."""
+        """The choice from `[vocab_size]` logits, if there is one and the filters surely keep it; else None."""
         params = self._params
         if params.greedy:
-            return int(_found(logits, choices_of)[0])
+            token = int(_found(logits, choices_of)[0])
+            return None if token == NO_TOKEN else token
         top_p = 1.0 if params.top_p is None else params.top_p
         if params.top_k and top_p < 1:
             return None
@@ -142,7 +144,7 @@ class GpuChoices:
     def likeliest(self, logits: UnreadLogits, positions: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
         """The k likeliest choices at each row's position, each with its chance; see `Sampler.guesses`."""
         inputs = [] if self._params.greedy else [self._scale(logits), self._noise.of_rows(positions, logits)]
-        found = _found(logits, likeliest_of(k), *inputs).tolist()
+        found = _found(logits, likeliest_of(k, self._params.greedy), *inputs).tolist()
         return with_chances(*named_with_values(found[: len(positions)], k))
 
     def _scale(self, logits: Tensor | UnreadLogits) -> Tensor:
@@ -172,17 +174,17 @@ def highest_of(logits: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
 
 
 @lru_cache
-def likeliest_of(k: int) -> Ask:
+def likeliest_of(k: int, greedy: bool) -> Ask:
     """Finds each row's k highest scores with their chances: the numbers of `named_with_values`.
 
     Above temperature 0 it is also given the temperature and the rows' noise.
     """
 
-    def ask(logits: Tensor, *inputs: Tensor) -> Tensor:
-        if not inputs:
-            return first_and_values(logits, logits.softmax(-1), k)
-        scale, noise = inputs
+    def highest(logits: Tensor) -> Tensor:
+        return first_and_values(logits, logits.softmax(-1), k)
+
+    def noisy(logits: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
         scores = logits / scale + noise
         return first_and_values(scores, (scale * scores).softmax(-1), k)
 
-    return ask
+    return highest if greedy else noisy

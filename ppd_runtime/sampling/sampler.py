@@ -87,10 +87,11 @@ class Sampler:
             RequestError: if no number says which, or a processor of the request's fails.
         """
         if isinstance(logits, UnreadLogits):
-            token = self._choice_unread(logits, len(history))
-            if token != NO_TOKEN:
-                return token
-            logits = logits.read()
+            asks = self._reads_none and self.params.logprobs is None
+            found = self._there.choice(logits, len(history)) if asks else None
+            if found is not None:
+                return found
+            logits = _on_the_cpu(logits.read()) if asks else logits.read()  # the CPU decides what is in doubt
         token = self._chosen(logits, history)
         if token == NO_TOKEN:
             raise self.no_choice(logits, len(history))
@@ -168,15 +169,8 @@ class Sampler:
         return token
 
     def _stays_there(self, logits: Tensor) -> bool:
-        """Whether noise alone changes logits that lie on a GPU."""
-        return not logits.is_cpu and self._by_numpy and self.constraint is None
-
-    def _choice_unread(self, logits: UnreadLogits, position: int) -> int:
-        """The choice, if it is found without a look at the logits; else NO_TOKEN."""
-        if self.params.logprobs is not None or not self._reads_none:
-            return NO_TOKEN
-        token = self._there.choice(logits, position)
-        return NO_TOKEN if token is None else token
+        """Whether logits lie on a GPU and need not be read there."""
+        return not logits.is_cpu and self._reads_none
 
     @property
     def _reads_none(self) -> bool:
@@ -380,15 +374,20 @@ class TimedSampler(Sampler):
         """Implements `Sampler.choose`."""
         began = time.perf_counter()
         token = super().choose(logits, history)
-        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), token)
+        self._note_choice(began, logits, len(history), token)
         return token
 
     def rank(self, logits: Tensor | UnreadLogits, history: Sequence[int], k: int) -> list[int]:
         """Implements `Sampler.rank`."""
         began = time.perf_counter()
         tokens = super().rank(logits, history, k)
-        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), len(history), tokens[0])
+        self._note_choice(began, logits, len(history), tokens[0])
         return tokens
+
+    def _note_choice(self, began: float, logits: Tensor | UnreadLogits, position: int, token: int) -> None:
+        if isinstance(logits, UnreadLogits):
+            began = self._recorder.ended  # they were computed meanwhile, which has a span of its own
+        self._recorder.note(Kind.CHOOSE, began, time.perf_counter(), position, token)
 
 
 def _on_the_cpu(logits: Tensor) -> Tensor:

@@ -50,6 +50,11 @@ class Recorder:
         """What passes through layers have taken since `begin`."""
         return self._spent[Kind.LAYERS]
 
+    @property
+    def ended(self) -> float:
+        """When the last span ended."""
+        return self._last
+
     def pause(self) -> float:
         """Stop the clock, and say when: what follows, up to `resume`, is not the request's."""
         now = time.perf_counter()

@@ -1,6 +1,7 @@
 """Choices and guesses in the head's recording, on a GPU that is a stand-in: those of launched passes and of a CPU."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ppd_runtime.models.trained.heads import KINDS, new_head
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.gpu_choice import UnreadLogits
 from ppd_runtime.sampling.params import SamplingParams
-from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.sampling.sampler import Sampler, TimedSampler
+from ppd_runtime.tracing.spans import Kind
 
 ModelFolder = Callable[..., Path]
 Both = tuple[RowsRange, RowsRange]
@@ -67,6 +69,29 @@ def test_one_replay_chooses(gpus: TwoGpus, both: Both, params: dict[str, Any]) -
     assert filters or len(gpus.graphs) == 1
 
 
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}], ids=str)
+def test_heads_and_choices_count_once(both: Both, params: dict[str, Any]) -> None:
+    """A choice's span begins behind that of the head that was computed for it."""
+    stage = both[0]
+    sampler, recorder = TimedSampler(SamplingParams(**params), stage.recorder), stage.recorder
+    recorder.begin(traced=True)
+    sampler.choose(stage.unread_logits(states_of(1, stage.state_size)), [7])
+    ModelHead(stage, sampler).candidates(states_of(1, stage.state_size), [7], 2)
+    noted = recorder.spans(0)
+    assert noted and [span.kind for span in noted.spans] == [Kind.HEAD, Kind.CHOOSE] * 2
+    assert all(before.ended_ns <= behind.began_ns for before, behind in pairwise(noted.spans))
+
+
+def test_a_choice_in_doubt_is_asked_for_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, launched = both
+    hidden, sampler = states_of(1, recorded.state_size), Sampler(SamplingParams(temperature=1.0, top_p=1e-6))
+    expected = sampler.choose(launched.logits(hidden), [7])
+    asked, choice = list[int](), sampler._there.choice
+    monkeypatch.setattr(sampler._there, "choice", lambda *given: asked.append(1) or choice(*given))
+    assert sampler.choose(recorded.unread_logits(hidden), [7]) == expected
+    assert asked == [1]
+
+
 def test_what_cannot_be_chosen_there_is_read(both: Both) -> None:
     recorded, launched = both
     hidden = states_of(1, recorded.state_size)
@@ -91,6 +116,16 @@ def test_one_replay_guesses(gpus: TwoGpus, both: Both, temperature: float) -> No
     assert len(gpus.graphs) == 1
     texts, states = [[1]] * (ROWS + 2), states_of(ROWS + 2, both[0].state_size)
     assert recorded.guesses(states, texts, 3) == launched.guesses(states, texts, 3), "more rows than a pass has"
+
+
+def test_requests_take_turns_at_a_head(both: Both) -> None:
+    """At other temperatures, each with its own seed."""
+    samplers = [Sampler(SamplingParams(seed=seed, temperature=0.8 * (seed % 3))) for seed in range(6)]
+    for turn in range(1, 4):
+        states, texts = states_of(2, both[0].state_size, turn), [[1] * turn, [2] * 3 * turn]
+        for sampler in samplers:
+            recorded, launched = (ModelHead(stage, sampler).guesses(states, texts, 3) for stage in both)
+            assert recorded == launched
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -259,7 +259,7 @@ class LayerRange(HeldSequence):
         return self._timed_head(partial(self._head_over, hidden, hidden.shape[1]))
 
     def unread_logits(self, hidden: Tensor) -> Tensor | UnreadLogits:
-        """The `logits`, not computed yet where whoever needs little of them is told it sooner; see `RowsRange`."""
+        """The `logits`, not computed yet if a recording may give what is asked of them instead; see `RowsRange`."""
         return self.logits(hidden)
 
     def unread_token_logits(self, hidden: Tensor, head: Head | None = None) -> Tensor | UnreadLogits:

@@ -42,8 +42,8 @@ class RowsRange(LayerRange):
     Attention and experts run row by row, and all other layers over all rows at once. More tokens take several passes.
 
     With attention over slots a pass is told its rows in device memory. So on a GPU one recording for each doubling of
-    the longest text serves all passes through the same layers, unless they have experts. Others have the norm, the head
-    and what is asked of the logits: choices, or the likeliest tokens.
+    the longest text serves all passes through the same layers, unless they have experts. Further recordings hold the
+    norm, the head and what is asked of the logits: a choice, or the likeliest tokens.
     """
 
     rows_of_a_pass = ROWS

@@ -99,10 +99,10 @@ class SingleStage(StagedDecider):
 
     def _logits(self, hidden: Tensor) -> Generator[Awaited, Any, Tensor | UnreadLogits]:
         """The newest token's logits; those of all rows of its pass are computed together if that keeps their bits."""
-        state = self._tree.root.hidden
-        rows = None if state is None or self._tree.root is self._tree.prompt else state.rows
-        if state is None or rows is None or rows.shape[1] == 1 or not self.stage.joins_heads:
+        state = None if self._tree.root is self._tree.prompt else self._tree.root.hidden
+        if state is None or state.rows.shape[1] == 1 or not self.stage.joins_heads:
             return (yield Logits(self.stage, hidden))
+        rows = state.rows
         if self._of_pass is None or self._of_pass[0] is not rows:
             states = [(self.stage, rows[:, row : row + 1]) for row in range(rows.shape[1])]
             self._of_pass = rows, (yield Call(self.stage.logits_together, states))
