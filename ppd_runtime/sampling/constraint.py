@@ -6,7 +6,7 @@ the tokens that the two do not share, and reads the others.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 _KEPT = 64  # newest tokens behind which masks and other branches are kept
 _NOT_ASKED = -2
 _NOTHING = -1
+Found = TypeVar("Found")
 
 
 class Place:
     """A text of the request's, by its newest token and the place before it."""
 
-    __slots__ = ("children", "depth", "forced", "is_dead", "mask", "parent", "token")
+    __slots__ = ("children", "depth", "fault", "forced", "is_dead", "mask", "parent", "token")
 
     def __init__(self, token: int = _NOTHING, parent: "Place | None" = None, is_dead: bool = False) -> None:
         self.token, self.parent = token, parent
@@ -39,13 +40,20 @@ class Place:
         """`[vocab_size / 8]` bytes, once asked for: a bit for each token, the lowest first."""
         self.forced = _NOT_ASKED
         """The only token that may follow, if there is one."""
+        self.fault = ""
+        """Why there is no mask."""
 
 
 class Constraint:
     """A grammar for one request's new tokens; used by one thread at a time.
 
+    A lexer keeps all states that its readers have led to, other requests and wrong guesses too, and fails for good at
+    a bound on them. So a fresh matcher takes the place of one that has failed, and reads one text alone. Whether that
+    fails depends on the text only.
+
     Args:
-        fresh: makes a matcher that has read nothing.
+        matcher: one that has read nothing; others may share its lexer.
+        fresh: makes one with a lexer of its own.
         own_end: its tokenizer's end token, which is none of the model's.
         ends: tokens that end the text; allowed where the grammar is complete, and nowhere else.
         vocab_size: the model's.
@@ -53,13 +61,20 @@ class Constraint:
     """
 
     def __init__(
-        self, fresh: "Callable[[], LLMatcher]", own_end: int, ends: Collection[int], vocab_size: int, start: int
+        self,
+        matcher: "LLMatcher",
+        fresh: "Callable[[], LLMatcher]",
+        own_end: int,
+        ends: Collection[int],
+        vocab_size: int,
+        start: int,
     ) -> None:
         self._fresh, self._start, self._vocab_size = fresh, start, vocab_size
         self._own_end, self._ends = own_end, frozenset(ends)
+        self._mask_size = max(vocab_size, own_end + 1) // 8 + 1
         self.root = Place()
         """Where nothing was generated yet."""
-        self._matcher, self._at = fresh(), self.root
+        self._matcher, self._at = matcher, self.root
         self._line, self._tokens = [self.root], list[int]()  # the places and tokens of the text asked for last
         self._pruned = 0  # places of the line, from the first on, that keep nothing
 
@@ -109,28 +124,57 @@ class Constraint:
         return _bit(mask, token)
 
     def forced(self, place: Place) -> int | None:
-        """The only token that may follow; None if there are several, none, or the end."""
+        """The only token that may follow; None if there are several, none, or the end, and if it is not known."""
         if place.forced == _NOT_ASKED:
-            found = self._matcher.compute_ff_tokens() if self._go(place) else []
-            place.forced = found[0] if found and self.allows(place, found[0]) else _NOTHING
+            place.forced = _NOTHING
+            try:
+                found = self._ask(place, lambda matcher: matcher.compute_ff_tokens())
+            except RequestError:
+                return None
+            if found and self.allows(place, found[0]):
+                place.forced = found[0]
         return None if place.forced == _NOTHING else place.forced
 
     def _mask(self, place: Place) -> np.ndarray:
+        if place.mask is None and not place.fault:
+            try:
+                place.mask = self._computed(place)
+            except RequestError as error:
+                place.fault = str(error)
         if place.mask is None:
-            mask = np.zeros(max(self._vocab_size, self._own_end + 1) // 8 + 1, np.uint8)
-            if self._go(place):
-                found = self._matcher.compute_bitmask()
-                self._check()
-                mask = np.frombuffer(found, np.uint8)[: len(mask)].copy()
-                is_complete = _bit(mask, self._own_end)
-                _set_bit(mask, self._own_end, False)
-                for end in self._ends:
-                    _set_bit(mask, end, is_complete)
-            place.mask = mask
+            raise RequestError(place.fault)
         return place.mask
 
+    def _computed(self, place: Place) -> np.ndarray:
+        found, size = self._ask(place, lambda matcher: matcher.compute_bitmask()), self._mask_size
+        if found is None:
+            return np.zeros(size, np.uint8)
+        mask = np.frombuffer(found, np.uint8)[:size].copy()
+        is_complete = _bit(mask, self._own_end)
+        _set_bit(mask, self._own_end, False)
+        for end in self._ends:
+            _set_bit(mask, end, is_complete)
+        return mask
+
+    def _ask(self, place: Place, question: "Callable[[LLMatcher], Found]") -> Found | None:
+        """What a matcher that has read a place's text answers; None if no text of the grammar's begins so.
+
+        Raises:
+            RequestError: if a fresh one fails.
+        """
+        is_fresh = False
+        while True:
+            if self._matcher.is_error():
+                self._matcher, self._at, is_fresh = self._fresh(), self.root, True
+            found = question(self._matcher) if self._go(place) else None
+            if not self._matcher.is_error():
+                return found
+            if is_fresh:
+                fault = one_line_fault(self._matcher.get_error())
+                raise no_text(fault.replace("NoExtensionBias", "nothing may follow"))
+
     def _go(self, place: Place) -> bool:
-        """Bring the matcher to a place; False if no text of the grammar's begins so."""
+        """Bring the matcher to a place; False if no text of the grammar's begins so, or the matcher fails."""
         if place.is_dead:
             return False
         back, ahead = 0, list[Place]()
@@ -145,23 +189,16 @@ class Constraint:
                 there = there.parent
         if back:
             self._matcher.rollback(back)
-        self._at = here
         ahead.reverse()
         read = self._matcher.try_consume_tokens([one.token for one in ahead]) if ahead else 0
-        self._check()
-        self._at = ahead[read - 1] if read else here
         if read < len(ahead):
-            for one in ahead[read:]:
-                one.is_dead = True
-            return False
-        return True
-
-    def _check(self) -> None:
-        """Raise RequestError if the matcher has failed, which then begins anew."""
+            self._matcher.compute_bitmask()  # a lexer that has failed takes no token, and says so only here
         if self._matcher.is_error():
-            fault = one_line_fault(self._matcher.get_error()).replace("NoExtensionBias", "nothing may follow")
-            self._matcher, self._at = self._fresh(), self.root
-            raise no_text(fault)
+            return False
+        self._at = ahead[read - 1] if read else here
+        for one in ahead[read:]:
+            one.is_dead = True
+        return read == len(ahead)
 
     def _prune(self) -> None:
         """Forget masks and branches that are far behind the text's end."""

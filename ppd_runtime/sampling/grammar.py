@@ -17,7 +17,9 @@ MOST_DEPTH = 64
 """Levels of a schema's JSON."""
 MOST_CHOICES = 1000
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"  # without an end, small models never leave it
-_MOST_LEXER_STATES = 50_000  # 1 to 2 kB each
+MOST_SHARED_STATES = 4000
+"""States that a lexer which later requests use as well keeps at most, 1 to 2 kB each."""
+_MOST_STATES = 50_000  # of one request's own lexer
 _MOST_TRIALS = 200  # parts of a schema that are tried to find its fault
 _MOST_KEPT = 64
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -103,11 +105,11 @@ def in_library_form(form: Form) -> str:
     return LLMatcher.grammar_from_lark(form.text)
 
 
-def limits() -> "LLParserLimits":
-    """Bounds on the time and the memory that a grammar takes; what passes them ends the request with an error."""
+def limits(most_states: int = _MOST_STATES) -> "LLParserLimits":
+    """Bounds on the time and the memory that a grammar takes; a matcher that passes them fails for good."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=most_states, verbose_errors=False)
 
 
 def one_line_fault(text: str) -> str:

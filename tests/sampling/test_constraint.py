@@ -66,9 +66,12 @@ def constraint(start: int = len(PROMPT), ends: Sequence[int] = (END_ID,), **form
 def constraint_with(
     grammar: str, bounds: LLParserLimits, start: int = len(PROMPT), ends: Sequence[int] = (END_ID,)
 ) -> Constraint:
-    matcher = LLMatcher(TOKENS, grammar, log_level=0, limits=bounds)
-    assert not matcher.is_error(), matcher.get_error()
-    return Constraint(matcher.deep_copy, TOKENS.eos_token, ends, VOCAB_SIZE, start)
+    def matcher() -> LLMatcher:
+        return LLMatcher(TOKENS, grammar, log_level=0, limits=bounds)
+
+    first = matcher()
+    assert not first.is_error(), first.get_error()
+    return Constraint(first, matcher, TOKENS.eos_token, ends, VOCAB_SIZE, start)
 
 
 def allowed(found: Constraint, place: Place) -> set[int]:
@@ -187,6 +190,33 @@ def test_a_grammar_that_is_too_hard_at_a_place_fails_there_alone() -> None:
     assert not found.allows(found.place(texts[-1]), BYTES.index(b"x"))
     for text in (texts[1], PROMPT, texts[0]):
         assert allowed(found, found.place(text)) == allowed(right, right.place(text)) != set()
+
+
+def test_a_lexer_that_others_have_filled_fails_no_request() -> None:
+    """Each reading leaves states in the lexer that requests share, until it fails for good, also those under way."""
+    form = {"regex": "[ab]*a[ab]{9}"}
+    given = SamplingParams(**form).form
+    assert given is not None
+    grammar, made = in_library_form(given), list[LLMatcher]()
+
+    def fresh() -> LLMatcher:
+        made.append(LLMatcher(TOKENS, grammar, log_level=0, limits=limits()))
+        return made[-1]
+
+    def request() -> Constraint:
+        return Constraint(shared.deep_copy(), fresh, TOKENS.eos_token, (END_ID,), VOCAB_SIZE, 0)
+
+    shared, rng = LLMatcher(TOKENS, grammar, log_level=0, limits=limits(60)), random.Random(2)
+    early = request()
+    assert allowed(early, early.root)
+    for _ in range(4):
+        found, right = request(), constraint(start=0, **form)
+        text = random_texts(right, rng, 25)
+        for size in range(len(text) + 1):
+            assert allowed(found, found.place(text[:size])) == allowed(right, right.place(text[:size])) != set()
+    assert 0 < len(made) <= 4
+    assert allowed(early, early.place(text)) == allowed(right, right.place(text))
+    assert allowed(early, early.place([*text[:3], BYTES.index(b"x")])) == set()
 
 
 def test_masks_are_freed_with_their_branch_and_their_request() -> None:

@@ -11,7 +11,7 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.constraint import Constraint
-from ppd_runtime.sampling.grammar import Form, in_library_form, limits, one_line_fault
+from ppd_runtime.sampling.grammar import MOST_SHARED_STATES, Form, in_library_form, limits, one_line_fault
 from ppd_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LOCK = Lock()  # several threads' workers may begin the same request
 _MOST_MODELS, _MOST_FORMS = 4, 32
+_MOST_FORCED = 4000  # tokens that follow each other with no choice, 400 bytes each in a lexer, beside its states
 _END = "<|ppd_runtime.end|>"
 
 
@@ -40,23 +41,51 @@ def constraint_of(info: ModelInfo, params: SamplingParams, prompt_size: int) -> 
     start = max(prompt_size - params.num_generated, 0)
     try:
         with _LOCK:
-            matcher = _matcher(info, form)
-        found = Constraint(matcher.deep_copy, _tokens(info).eos_token, ends, info.vocab_size, start)
+            compiled = _compiled(info, form)
+            matcher = compiled.shared()
+        found = Constraint(matcher, compiled.fresh, _tokens(info).eos_token, ends, info.vocab_size, start)
         found.allowed(found.root)
     except (RequestError, ValueError) as error:
         raise ValueError(f"{form.setting}: {error}") from error
     return found
 
 
-@lru_cache(_MOST_FORMS)
-def _matcher(info: ModelInfo, form: Form) -> "LLMatcher":
-    """A matcher that has read nothing; it is copied for each request."""
-    from llguidance import LLMatcher
+class _Compiled:
+    """A form for a model's vocabulary.
 
-    matcher = LLMatcher(_tokens(info), in_library_form(form), log_level=0, limits=limits())
-    if matcher.is_error():
-        raise ValueError(f"{one_line_fault(matcher.get_error())}; mend it")
-    return matcher
+    Its requests share a lexer, whose states the later ones find: a copy of a matcher has the lexer of the first. What a
+    form keeps is bounded: a lexer that has met its bound is dropped, and that of a long forced text is not kept.
+    """
+
+    def __init__(self, info: ModelInfo, form: Form) -> None:
+        self._tokens, self._grammar = _tokens(info), in_library_form(form)
+        self._shared: LLMatcher | None = None
+
+    def shared(self) -> "LLMatcher":
+        """A matcher that has read nothing, with the lexer of the others."""
+        if (first := self._shared) is None:
+            first = self._matcher(MOST_SHARED_STATES)
+            if len(first.deep_copy().compute_ff_tokens()) <= _MOST_FORCED:
+                self._shared = first
+        return first.deep_copy()
+
+    def fresh(self) -> "LLMatcher":
+        """A matcher with a lexer of its own, for a request whose lexer has failed; later ones do not get that."""
+        self._shared = None
+        found = self._matcher()
+        if found.is_error():
+            raise ValueError(f"{one_line_fault(found.get_error())}; mend it")
+        return found
+
+    def _matcher(self, *most_states: int) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokens, self._grammar, log_level=0, limits=limits(*most_states))
+
+
+@lru_cache(_MOST_FORMS)
+def _compiled(info: ModelInfo, form: Form) -> _Compiled:
+    return _Compiled(info, form)
 
 
 @lru_cache(_MOST_MODELS)
