@@ -13,7 +13,6 @@ from ppd_runtime.client.request import RequestClient, RequestReports
 from ppd_runtime.client.shutdown import ShutdownGuard
 from ppd_runtime.cost_model.staged import expected_first_boundary
 from ppd_runtime.cost_model.theory import latency_ratio
-from ppd_runtime.host import available_cores
 from ppd_runtime.launch.base import RequestCounts, Workers
 from ppd_runtime.launch.cache_room import cache_room, requests_for
 from ppd_runtime.launch.choice import choose_launcher
@@ -34,6 +33,7 @@ from ppd_runtime.pipeline.messages import MISS, NOT_ASKED, Begin
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.results import Live
 from ppd_runtime.sampling.params import SamplingParams
+from ppd_runtime.settings.checks import check_threads
 from ppd_runtime.settings.config import UNSET, RuntimeConfig, runtime_config
 from ppd_runtime.settings.fields import takes_settings
 from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout, StagedLayout
@@ -318,9 +318,7 @@ class PPDRuntime(TextGenerator):
 
 def _check_host(config: RuntimeConfig) -> None:
     """Raise ValueError for settings that this host, or the network around it, cannot meet."""
-    if config.threads_per_worker > available_cores():
-        refused = f"threads_per_worker={config.threads_per_worker}"
-        raise ValueError(f"{refused}: there are {available_cores()} CPU cores here, choose at most so many")
+    check_threads("threads_per_worker", config.threads_per_worker)
     if config.bind_interface is not None:
         check_interface(config.bind_interface)
 

@@ -13,7 +13,8 @@ from ppd_runtime.cli.exit_codes import FAILURE, INTERRUPTED, STOPPED, USAGE
 from ppd_runtime.cli.sigterm import closed_by_sigterm
 from ppd_runtime.cli.words import in_its_words
 
-_NO_PLACE = ("unexpected extra argument", "does not take a value")
+_EXTRA = "unexpected extra argument"
+_NO_PLACE = (_EXTRA, "does not take a value")
 
 
 @contextlib.contextmanager
@@ -60,7 +61,7 @@ class OneLineGroup(TyperGroup):
             raise KeyboardInterrupt from None
         except typer.TyperException as error:
             words = sys.argv[1:] if args is None else args
-            line = f"{_given(error)}{error.format_message()}"
+            line = _misplaced_model(error) or f"{_given(error)}{error.format_message()}"
             file = _file_behind_json(words) if any(reason in line for reason in _NO_PLACE) else ""
             _write_line(f"--json prints on standard output and takes no file: give --out {file}" if file else line)
             sys.exit(error.exit_code)
@@ -70,6 +71,18 @@ def _given(error: Exception) -> str:
     """The value that pydantic, which typer asks, found wrong."""
     details: list[Any] = getattr(error.__cause__, "errors", list)()
     return f"{details[0]['input']!r}: " if details else ""
+
+
+def _misplaced_model(error: typer.TyperException) -> str:
+    """What to say where a model's name is an argument and has to be an option, or the other way round; else nothing."""
+    line, own = error.format_message(), getattr(getattr(error, "cmd", None), "params", ())
+    known = {name for parameter in own for name in parameter.opts}
+    if _EXTRA in line and "--model" in known and "model" not in known:
+        words = line.partition("(s) ")[2].strip("()")
+        return f"no place for {words!r}: give a model as --model NAME"
+    if line.startswith("No such option: --model ") and "model" in known:
+        return "no option --model: give the model as the first argument, without it"
+    return ""
 
 
 def print_what_can_be_printed() -> None:

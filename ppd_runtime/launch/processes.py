@@ -1,6 +1,7 @@
 """Workers as plain processes of this host, without Ray; messages between them travel over sockets of ours."""
 
 import contextlib
+import logging
 import os
 import subprocess
 import time
@@ -20,14 +21,15 @@ from ppd_runtime.launch.fork_server import (
 )
 from ppd_runtime.launch.socket_folder import SocketFolder
 from ppd_runtime.launch.supervisor import ANSWER_DEADLINE_S, LAST_LOOK_S, PING_EVERY_S, Progress, Supervisor
-from ppd_runtime.settings.layouts import CLIENT, DECIDER
+from ppd_runtime.settings.layouts import CLIENT, DECIDER, Layout
 from ppd_runtime.transport import Endpoint
 from ppd_runtime.transport.sockets import make_networks, open_endpoint
 from ppd_runtime.workers import entry
 from ppd_runtime.workers.bits import NO_BITS
-from ppd_runtime.workers.process import WELCOME, read_answer, start_order
+from ppd_runtime.workers.process import WARNING, WELCOME, read_answer, start_order
 from ppd_runtime.workers.spec import WorkerSpec
 
+logger = logging.getLogger(__name__)
 _STOP_DEADLINE_S = 5.0
 
 Process = subprocess.Popen[bytes] | ForkedProcess
@@ -66,8 +68,7 @@ class ProcessWorkers:
     def _spawn(self, rank: int) -> "ProcessHandle":
         network = replace(self._networks[rank], client=self.endpoint.location)
         spec, folder = self._specs[rank], Path(self._folder.path)
-        name = spec.layout.short_name(rank)
-        return ProcessHandle(name, start_order(spec, network), folder, self._start)
+        return ProcessHandle(spec.layout, rank, start_order(spec, network), folder, self._start)
 
     def _start(self, name: str, streams: Sequence[int]) -> Process:
         if not can_fork():
@@ -97,12 +98,13 @@ class ProcessWorkers:
 
 
 class ProcessHandle:
-    """A worker process: it reads its order from standard input and answers on standard output."""
+    """A worker process: it reads its order from standard input and answers on standard output, where it also warns."""
 
     cancelled = False
 
-    def __init__(self, name: str, order: str, folder: Path, start: Start) -> None:
+    def __init__(self, layout: Layout, rank: int, order: str, folder: Path, start: Start) -> None:
         self.location, self.bits = "", NO_BITS
+        name, self._called = layout.short_name(rank), layout.named(rank)
         self._answers = b""
         self._pinged_at: float | None = None
         self._answered_at = time.monotonic()
@@ -121,14 +123,14 @@ class ProcessHandle:
 
         It cannot answer before it has read its order, so a process that is stopped counts as failed, too.
         """
-        if not self._read() and b"\n" not in self._answers:
-            raise RuntimeError(self._last_words())
-        line, newline, rest = self._answers.partition(b"\n")
-        if not newline:
+        is_open = self._read()
+        if not (lines := self._take_lines()):
+            if not is_open:
+                raise RuntimeError(self._last_words())
             self._check_running()
             return False
-        self._answers, self._answered_at = rest, time.monotonic()
-        self.location, self.bits = read_answer(line)
+        self._answered_at = time.monotonic()
+        self.location, self.bits = read_answer(lines[0])
         return True
 
     def _check_running(self) -> None:
@@ -149,8 +151,8 @@ class ProcessHandle:
             return self._last_words()
         self._read()
         now = time.monotonic()
-        if self._answers:
-            self._answers, self._answered_at, self._pinged_at = b"", now, None
+        if self._take_lines():
+            self._answered_at, self._pinged_at = now, None
         if self._pinged_at is None:
             if now - self._answered_at >= PING_EVERY_S:
                 self._pinged_at = now
@@ -168,6 +170,8 @@ class ProcessHandle:
         """End it and reap it."""
         self.process.kill()
         self.process.wait()
+        self._read()
+        self._take_lines()
         for stream in (self._orders, self._stdout, self._errors):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
@@ -183,6 +187,14 @@ class ProcessHandle:
         while piece := self._stdout.read(65536):
             self._answers += piece
         return piece is None  # nothing for now; the end is empty bytes
+
+    def _take_lines(self) -> list[bytes]:
+        """The whole lines of what it has written, but its warnings, which are logged."""
+        *lines, self._answers = self._answers.split(b"\n")
+        for line in lines:
+            if line.startswith(WARNING):
+                logger.warning("%s: %s", self._called, line.removeprefix(WARNING).decode(errors="replace"))
+        return [line for line in lines if not line.startswith(WARNING)]
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its output has ended, so it is ending

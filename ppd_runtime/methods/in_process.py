@@ -17,6 +17,7 @@ from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.results import NOTHING_NEW, Live, News, PathStats
 from ppd_runtime.sampling.params import SamplingParams
 from ppd_runtime.sampling.sampler import Sampler
+from ppd_runtime.settings.checks import check_threads
 from ppd_runtime.settings.config import RuntimeConfig
 from ppd_runtime.text import StopRule
 from ppd_runtime.tracing.trace import Trace
@@ -38,6 +39,7 @@ class OneProcessDecoding(TextGenerator):
     """The running request's sampler."""
 
     def __init__(self, info: ModelInfo, config: RuntimeConfig, emulate: EmulatedDevice | None = None) -> None:
+        check_threads("threads", config.threads_per_worker)
         super().__init__(info, load_tokenizer(info), generation_defaults(info, config.generation_config))
         self.config, self._emulate = config, emulate
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
+from ppd_runtime.host import available_cores
+
 _MOST = 1e15  # far beyond any time or factor, far from overflow
 
 
@@ -20,6 +22,13 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
         raise ValueError(f"{name}={value}: must be at least {least}")
     if most is not None and value > most:
         raise ValueError(f"{name}={value}: must be at most {most}")
+
+
+def check_threads(name: str, value: int) -> None:
+    """A number of CPU threads for each of which there is a core here: more would wait for each other."""
+    check_int(name, value, 1)
+    if value > (cores := available_cores()):
+        raise ValueError(f"{name}={value}: there are {cores} CPU cores here, choose at most so many")
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -1,17 +1,18 @@
 """One worker in a process of its own, from its specification as a line of text.
 
 A plain process reads the line from standard input. Once its layers are loaded, it writes a line of JSON to standard
-output: its location and bits, or its error. It serves once it is told that the others have the same bits. When standard
-input is closed, because the process at its other end has ended, the worker ends too.
+output: its location and bits, or its error. It serves once it is told that the others have the same bits. Each warning
+is a line there too. When standard input is closed, because the process at its other end has ended, the worker ends too.
 """
 
 import contextlib
 import json
 import logging
 import os
+import select
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,9 +34,10 @@ from ppd_runtime.workers.bits import Bits
 from ppd_runtime.workers.spec import WorkerSpec
 from ppd_runtime.workers.worker import Worker
 
-logger = logging.getLogger(__name__)
 WELCOME = b"w"
 """The byte on standard input that tells a plain process to serve."""
+WARNING = b"!"
+"""What a line on standard output begins with that is a warning."""
 _MOST_PRIORITY = 40
 
 
@@ -119,21 +121,17 @@ def _come_first(rank: int) -> None:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(max(1, _MOST_PRIORITY - rank)))
 
 
-def ready_answer(worker: Worker, endpoint: Endpoint, warnings: Sequence[str] = ()) -> str:
-    """The location and bits of a worker that has loaded its layers, and what it warns of, as a line of JSON."""
-    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits()), "warnings": [*warnings]})
+def ready_answer(worker: Worker, endpoint: Endpoint) -> str:
+    """The location and bits of a worker that has loaded its layers, as a line of JSON."""
+    return json.dumps({"location": endpoint.location, "bits": asdict(worker.bits())})
 
 
 def read_answer(line: str | bytes) -> tuple[str, Bits]:
-    """The location and bits in a worker's answer, whose warnings are logged here; raises RuntimeError with the error of
-    a failed worker."""
+    """The location and bits in a worker's answer; raises RuntimeError with the error of a failed worker."""
     try:
         answer = json.loads(line)
         if "error" not in answer:
-            found = answer["location"], Bits(**answer["bits"])
-            for warning in answer.get("warnings", ()):
-                logger.warning("%s", warning)
-            return found
+            return answer["location"], Bits(**answer["bits"])
         words = answer["error"]
     except (ValueError, TypeError, KeyError) as error:
         words = f"its answer cannot be read: {type(error).__name__}: {error}"
@@ -143,13 +141,15 @@ def read_answer(line: str | bytes) -> tuple[str, Bits]:
 def serve_from_standard_input() -> None:
     """Load the layers, answer, and serve from the welcome until a shutdown or the end of standard input."""
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print, and that is no answer
+    logging.getLogger().addHandler(_ToOwner(answers.fileno()))
+    logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}"
     order = sys.stdin.readline()
     welcome = threading.Event()
     threading.Thread(target=_answer_parent, args=(answers, welcome), daemon=True).start()
     try:
-        with _warnings() as warnings:
-            worker, endpoint = open_worker(order)
-            answer = ready_answer(worker, endpoint, warnings)
+        worker, endpoint = open_worker(order)
+        answer = ready_answer(worker, endpoint)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         raise
@@ -159,17 +159,23 @@ def serve_from_standard_input() -> None:
         worker.serve(endpoint)
 
 
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """The warnings that are logged meanwhile, which nobody would see: this process' standard error is no terminal."""
-    found: list[str] = []
-    handler, package = logging.Handler(logging.WARNING), logging.getLogger("ppd_runtime")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    package.addHandler(handler)
-    try:
-        yield found
-    finally:
-        package.removeHandler(handler)
+class _ToOwner(logging.Handler):
+    """Writes each warning to the process that started this one, as a line in one piece.
+
+    If that process has left so much unread that it would have to be waited for, the warning is dropped.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(logging.WARNING)
+        self._descriptor = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            words = " ".join(record.getMessage().split()).encode(errors="replace")
+            if select.select([], [self._descriptor], [], 0)[1]:
+                os.write(self._descriptor, WARNING + words[: select.PIPE_BUF - 2] + b"\n")
+        except Exception:  # noqa: BLE001 (as in every handler: what logs goes on)
+            self.handleError(record)
 
 
 def _answer_parent(answers: TextIO, welcome: threading.Event) -> None:

@@ -78,6 +78,7 @@ def test_all_cores_compute_unless_told(monkeypatch: pytest.MonkeyPatch, argument
         ("--stages 2 --layers 2", "stages and layers are both given: give one of them"),
         ("--prompts FOLDER/none", "none: No such file or directory; give a file of prompts"),
         ("--threads 0", "--threads 0: must be at least 1"),
+        ("--threads 4096", "--threads 4096: there are"),
     ],
 )
 def test_mistakes_get_one_line(model_folder, tmp_path: Path, arguments: str, named: str) -> None:

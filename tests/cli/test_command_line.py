@@ -144,6 +144,23 @@ def test_other_mistakes_beside_json_keep_their_words() -> None:
     assert "unexpected extra argument" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["serve", "plan", "bench", "match-rate", "generate x", "search-layers --out y"])
+def test_a_model_that_has_to_be_an_option_is_told_so(name: str) -> None:
+    line = refused(*name.split(), "smollm2")
+    assert line == "ppd: no place for 'smollm2': give a model as --model NAME\n"
+
+
+@pytest.mark.parametrize("name", ["adapt", "quantize"])
+def test_a_model_that_has_to_be_an_argument_is_told_so(name: str) -> None:
+    line = refused(name, "--model", "smollm2", "out")
+    assert line == "ppd: no option --model: give the model as the first argument, without it\n"
+
+
+def test_other_arguments_too_many_keep_their_words() -> None:
+    for words in ("chat demo more", "adapt demo more", "tradeoff more"):
+        assert refused(*words.split()) == "ppd: Got unexpected extra argument(s) (more)\n"
+
+
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip"])
 def test_a_stream_ends_with_a_line_of_figures(model_folder: Callable[..., Path], method: str) -> None:
     given = ("generate", "fox", "--model", model_folder("llama"), "--method", method, "--max-new-tokens", 4)
@@ -208,6 +225,23 @@ for arguments, given in json.loads(sys.argv[1]):
 def test_standard_input_that_is_no_text_is_refused(model_folder: Callable[..., Path]) -> None:
     line = refused("generate", "--model", model_folder("llama"), input=b"\xff\xfe")
     assert line == "ppd: standard input: no UTF-8 text at byte 0; give a text\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate x --model",
+        "generate x --method autoregressive --model",
+        "generate x --method layerskip --model",
+        "match-rate --model",
+        "bench --model",
+        "plan --model",
+    ],
+)
+def test_no_command_takes_more_threads_than_there_are_cores(model_folder: Callable[..., Path], command: str) -> None:
+    line = refused(*command.split(), model_folder("llama"), "--threads", 4096)
+    assert line.startswith("ppd: --threads 4096: there are ")
+    assert line.endswith(" CPU cores here, choose at most so many\n")
 
 
 def test_a_gguf_file_that_is_none_is_named_as_such(tmp_path: Path) -> None:

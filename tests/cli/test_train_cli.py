@@ -57,6 +57,7 @@ def test_json(model_folder, tmp_path: Path) -> None:
         ("adapter --learning-rate -1", "--learning-rate -1.0"),
         ("probe --exit-layer 0", "--exit-layer 0: with 4 layers choose 1 to 3"),
         ("probe --threads 0", "--threads 0: must be at least 1"),
+        ("probe --threads 4096", "--threads 4096: there are"),
         ("layerskip --exit-curriculum all", "--exit-curriculum all: choose one of rotational, gradual"),
         ("layerskip --max-dropout 2", "--max-dropout 2.0: give a number from 0 to 1"),
         ("layerskip --dtype float16", "--dtype float16: choose one of auto, float32, bfloat16"),

@@ -10,7 +10,6 @@ import transformers
 from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
-from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
 from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
 from ppd_runtime.models.stage.wide import is_wide
@@ -123,7 +122,7 @@ def _reasons(specimen: Specimen) -> list[str]:
 
 
 def _cell(error: Exception) -> str:
-    return one_line(error).replace("|", "/")[:200]
+    return " ".join(str(error).split()).replace("|", "/")
 
 
 if __name__ == "__main__":

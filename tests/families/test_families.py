@@ -107,6 +107,16 @@ def test_the_guide_names_these_families_and_configurations() -> None:
     assert reasons.sub("", GUIDE.read_text()) == reasons.sub("", expected)
 
 
+@pytest.mark.parametrize(
+    "family", ["cohere_compass_text", "dbrx", "inkling2_text", "minimax", "nanochat", "zamba", "zamba2"]
+)
+def test_a_stop_in_the_librarys_code_is_told_in_words(family: str) -> None:
+    """The guide and the error say the same, and no Python."""
+    reason = refusal(Specimen(family))
+    assert f"| `{family}` | {reason} |\n" in GUIDE.read_text()
+    assert not re.search(r"object has|<class|Expected|definition of|got |^'", reason)
+
+
 @pytest.mark.nightly
 def test_the_guide_is_what_is_written() -> None:
     """With the reasons."""

@@ -96,6 +96,21 @@ def test_the_processors_chat_template_is_the_tokenizers(tmp_path: Path) -> None:
         OrdinaryDecoding(str(folder), dtype="float32").chat(picture)
 
 
+@pytest.mark.parametrize("text", [{}, {"text_config": None}, {"text_config": {}}])
+def test_one_without_its_text_model_is_refused_in_one_line(text: dict[str, None], tmp_path: Path) -> None:
+    """The library would take another model's sizes for it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **text}))
+    with pytest.raises(ValueError, match=r"\(gemma3\): config.json has no text_config") as refused:
+        describe(str(tmp_path), needs_weights=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_older_file_without_that_part_is_read(tmp_path: Path) -> None:
+    flat = {"model_type": "qwen2_vl", "num_hidden_layers": 3, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    assert describe(str(tmp_path), needs_weights=False).num_layers == 3
+
+
 @pytest.mark.parametrize("family", ["paligemma", "mllama"])
 def test_others_are_refused_in_one_line(family: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -28,7 +30,8 @@ from ppd_runtime.models.trained.exit_heads import OracleHead
 from ppd_runtime.models.trained.heads import HeadInfo
 from ppd_runtime.models.trained.mtp import MtpInfo
 from ppd_runtime.models.trained.published import PublishedInfo
-from ppd_runtime.settings.layouts import PaperLayout, StagedLayout
+from ppd_runtime.pipeline.messages import Candidate
+from ppd_runtime.settings.layouts import CLIENT, PaperLayout, StagedLayout
 from ppd_runtime.transport.network import Network
 from ppd_runtime.workers.process import read_spec, start_order
 from ppd_runtime.workers.spec import WorkerSpec
@@ -244,13 +247,57 @@ def test_a_worker_that_cannot_start_says_why(folder, tmp_path):
 
 
 def test_last_words_are_read_though_their_file_is_gone(tmp_path, one_fork_server):
-    handle = ProcessHandle("sub-1", "no order", tmp_path, one_fork_server.fork)
+    handle = ProcessHandle(PaperLayout(5, 2, 2), 1, "no order", tmp_path, one_fork_server.fork)
     try:
         (tmp_path / "errors-sub-1").unlink()
         handle.wait(60)
         assert handle.end_reason().startswith("json.decoder.JSONDecodeError")
     finally:
         handle.kill()
+
+
+@pytest.mark.parametrize("looks_again", [True, False])
+def test_what_a_worker_warns_of_is_logged_once_with_its_name(folder, caplog, looks_again):
+    """Also what it warns of right before its end."""
+    with PPDRuntime(folder, k=1, launcher="processes", speculation="always") as runtime:
+        runtime.generate(PROMPT, max_new_tokens=2)
+        assert not caplog.messages
+        runtime._exchange.send(1, Candidate(CLIENT, 0, 9, [1000]))
+        while looks_again and not caplog.messages:
+            runtime.generate(PROMPT, max_new_tokens=2)
+    fault = "token id 1000 is not among the model's 300"
+    assert caplog.messages == [f"sub-process 1: left out what the client sent, a Candidate: {fault}"]
+
+
+LIBRARY = """
+import logging, sys, warnings
+from ppd_runtime.workers import process
+
+def open_worker(order):
+    warnings.warn("it is hot\\nhere")
+    for number in range(10_000):
+        logging.getLogger("some.library").warning("%d %s", number, "é" * 5000)
+    print("warned", file=sys.stderr, flush=True)
+    raise MemoryError("full")
+
+process.open_worker = open_worker
+process.serve_from_standard_input()
+"""
+"""A worker in which a library warns too much."""
+
+
+def test_warnings_of_libraries_are_lines_and_never_waited_for():
+    """Nobody reads: what no longer fits the pipe is dropped."""
+    command, pipes = [sys.executable, "-c", LIBRARY], dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as worker:
+        worker.stdin.write(b"no order\n")
+        worker.stdin.flush()
+        assert worker.stderr.readline() == b"warned\n"
+        *lines, last = worker.stdout.read().splitlines()
+    assert json.loads(last) == {"error": "MemoryError: full"}
+    assert lines[0] == b"!UserWarning: it is hot here"
+    assert len(lines) > 2
+    assert all(line.startswith(b"!%d " % number) and len(line) == 4095 for number, line in enumerate(lines[1:]))
 
 
 def _assert_one_clock(result, began: int, ended: int) -> None:

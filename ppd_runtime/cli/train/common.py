@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ppd_runtime.host import available_cores
-from ppd_runtime.settings.checks import check_int
+from ppd_runtime.settings.checks import check_threads
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -43,11 +43,11 @@ def half_depth(model: str) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """Have PyTorch use so many; None: as it chooses, within what there is. Raises ValueError for fewer than one."""
+    """Have PyTorch use so many; None: as it chooses, within what there is. Raises ValueError, see `check_threads`."""
     import torch
 
     if threads is not None:
-        check_int("threads", threads, 1)
+        check_threads("threads", threads)
     torch.set_num_threads(threads or min(torch.get_num_threads(), available_cores()))
 
 

@@ -13,6 +13,7 @@ from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.models.stage.chunks import longest_in_chunks
 from ppd_runtime.models.stage.decoder_parts import cache_argument, decoder_in, decoder_name, has_final_norm
 from ppd_runtime.models.stage.library_probe import (
+    CannotCutError,
     Kept,
     attention_masks,
     check_cut_layers,
@@ -72,12 +73,13 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         raise ValueError(f"{refuse}{why}")
     try:
         kept = kept_by_layers(config)
-    except ValueError as error:
-        raise ValueError(f"{refuse}{_in_words(error)}") from error
+    except CannotCutError as error:
+        raise ValueError(f"{refuse}{error}") from error
     try:
         skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))
     except Exception as error:  # every architecture checks its settings in its own way
-        raise ValueError(f"{refuse}transformers cannot build it from its config.json: {_text(error)}") from error
+        said = f": {' '.join(str(error).split())[:200]}" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{refuse}transformers cannot build its first layers from config.json{said}") from error
     base = decoder_in(skeleton) if decoder_name(skeleton) else None
     layers = getattr(base, "layers", None)
     if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
@@ -90,17 +92,10 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
         scale = embedding_scale(deeper)
         _check_layers(deeper, kept, scale)
     except Exception as error:  # every architecture asks for its own inputs
-        raise ValueError(f"{refuse}its layers cannot run one by one: {_in_words(error)}; {needed}") from error
+        theirs = "transformers' code needs more than states and a cache"
+        own = error if isinstance(error, CannotCutError) else theirs
+        raise ValueError(f"{refuse}its layers cannot run one by one: {own}; {needed}") from error
     return deeper
-
-
-def _in_words(error: Exception) -> str:
-    """What was raised, without its type: a sentence, or a stop in the library's code."""
-    return _text(error) if isinstance(error, ValueError) else f"transformers' code stops ({_text(error)})"
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _untold_inputs(config: PretrainedConfig) -> str | None:
@@ -109,6 +104,8 @@ def _untold_inputs(config: PretrainedConfig) -> str | None:
         return "a token attends to later tokens too, so a text cannot be continued token by token"
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         return "some layers attend to the tokens that another layer has chosen, which may be in another stage"
+    if config.model_type in ("zamba", "zamba2"):
+        return "some layers share their weights with layers that may be in another stage"
     chosen = getattr(config, "index_topk", 1)
     if not isinstance(chosen, int) or chosen < 1:
         return f"index_topk={chosen!r}, but each token attends to one or more"
@@ -150,7 +147,9 @@ def _check_layers(skeleton: PreTrainedModel, kept: Sequence[Kept], scale: str | 
         if kept[number].chunked or (mask is not None and not mask.all()):
             seen = torch.ones_like(expected[number], dtype=torch.bool) if mask is None else mask.cpu()
             if not torch.equal(seen, expected[number] == 0):
-                raise ValueError(f"in layers of {kinds[number]} a token attends to other tokens than their caches say")
+                raise CannotCutError(
+                    f"in layers of {kinds[number]} a token attends to other tokens than their caches say"
+                )
     check_cut_layers(skeleton, lambda decoder, number: some_layers(decoder, [number]))
     states = torch.zeros(1, 1, state_size(skeleton.config), device="meta", dtype=skeleton.dtype)
     for number, layer in enumerate(layers):

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.hub import one_line
-from ppd_runtime.models.checkpoint.wrappers import text_names, text_part
+from ppd_runtime.models.checkpoint.wrappers import WRAPPERS, text_names, text_part
 from ppd_runtime.models.stage.decoder_parts import DECODERS, decoder_in
 from ppd_runtime.models.stage.library_probe import unlike_layers
 from ppd_runtime.models.stage.paired import counting_layers
@@ -130,6 +130,10 @@ def checked_config(model: str, folder: Path) -> PretrainedConfig:
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(layers, int) and layers > _MOST_LAYERS:
             raise ValueError(f"model {model!r}: config.json has {layers} layers, at most {_MOST_LAYERS} run; {AGAIN}")
+    kind = fields.get("model_type")
+    if kind in WRAPPERS and not fields.get("text_config") and "num_hidden_layers" not in fields:  # older files are flat
+        missing = "config.json has no text_config, which describes the text model"
+        raise ValueError(f"model {model!r} ({kind}): {missing}; {AGAIN}")
     try:
         return model_config(folder)
     except Exception as error:  # a config's own checks raise many kinds

@@ -46,6 +46,10 @@ _WITHOUT_CACHE = {"mlp", "moe"}
 """Kinds of layers, by the library's names, that keep nothing."""
 
 
+class CannotCutError(ValueError):
+    """Says in our own words why a model cannot be cut into stages."""
+
+
 class Kept(NamedTuple):
     """What a layer keeps of the tokens that it has seen."""
 
@@ -148,9 +152,9 @@ def kept_by_layers(config: PretrainedConfig) -> list[Kept]:
     ]
 
 
-def _no_plain_cache(kinds: set[str]) -> ValueError:
+def _no_plain_cache(kinds: set[str]) -> CannotCutError:
     words = sorted({_OTHER_CACHES.get(kind, f"are of kind {kind}, of which nothing is kept here") for kind in kinds})
-    return ValueError(f"some of its layers {' and '.join(words)}")
+    return CannotCutError(f"some of its layers {' and '.join(words)}")
 
 
 def _entries_handed_out(size: int | None) -> int | None:
@@ -185,7 +189,7 @@ def check_cut_layers(model: PreTrainedModel, some_layers: Callable[[nn.Module, i
     for number in whole:
         alone = _told_layers(some_layers(decoder, number), device, model, DynamicCache(config=model.config), 1, 5)
         if not _alike(alone[0].get("position_embeddings"), whole[number].get("position_embeddings")):
-            raise ValueError(f"layer {number + 1} alone is given other positions than among the others")
+            raise CannotCutError(f"layer {number + 1} alone is given other positions than among the others")
 
 
 def recomputed_at(model: PreTrainedModel, most_tokens: int) -> int | None:
@@ -231,7 +235,7 @@ def embedding_scale(model: PreTrainedModel) -> str | None:
             if leaves_states():
                 return name
             setattr(decoder, name, value)
-    raise ValueError("does more than run layers and a final norm, so it cannot be cut")
+    raise CannotCutError("the model does more than run layers and a final norm, so it cannot be cut")
 
 
 def table_borders(rotary: nn.Module, most_positions: int) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def check_sub_layers(skeleton: PreTrainedModel) -> None:
                 with torch.inference_mode(), contextlib.suppress(NotImplementedError, RuntimeError):
                     piece(inputs_embeds=states, use_cache=False)  # without numbers experts cannot be chosen
             except (TypeError, ValueError) as error:
-                raise ValueError(f"layer {number + 1} does not run without its {left_out} ({error})") from error
+                raise ValueError(f"layer {number + 1} does not run without its {left_out}") from error
 
 
 def share_run(model: PreTrainedModel, left_out: LayerSet) -> float:
