@@ -144,7 +144,7 @@ class ServerSettings:
             family, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
             raise ValueError(f"host={self.host!r}: {error.strerror or error}; give an address of this host") from error
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle's on
         share_port(listener, True)
         try:
             listener.bind(address)

@@ -1,6 +1,7 @@
 """The server's answers, asked for by OpenAI's own client over a socket."""
 
 import math
+import socket
 from pathlib import Path
 
 import openai
@@ -359,3 +360,12 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     page = Path(__file__).parents[2] / "ppd_runtime/server/page.html"
     text = page.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     assert "http" not in text.replace("http-equiv", "")
+
+
+def test_no_answer_waits_for_an_acknowledgement(server: Running) -> None:
+    """With Nagle's algorithm a body, and a stream's next token, waits up to 40 ms for that of what went before."""
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+        sockets = [one.transport.get_extra_info("socket") for one in server.server.server_state.connections]
+        assert sockets
+        assert all(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets)
