@@ -61,9 +61,10 @@ class OneLineGroup(TyperGroup):
             raise KeyboardInterrupt from None
         except typer.TyperException as error:
             words = sys.argv[1:] if args is None else args
-            line = _misplaced_model(error) or f"{_given(error)}{error.format_message()}"
+            line = error.format_message()
             file = _file_behind_json(words) if any(reason in line for reason in _NO_PLACE) else ""
-            _write_line(f"--json prints on standard output and takes no file: give --out {file}" if file else line)
+            told = f"--json prints on standard output and takes no file: give --out {file}" if file else ""
+            _write_line(told or _misplaced_model(error) or f"{_given(error)}{line}")
             sys.exit(error.exit_code)
 
 
