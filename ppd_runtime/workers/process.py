@@ -39,6 +39,7 @@ WELCOME = b"w"
 WARNING = b"!"
 """What a line on standard output begins with that is a warning."""
 _MOST_PRIORITY = 40
+_MOST_TOLD = 1000  # texts of warnings that are remembered
 
 
 def start_order(spec: WorkerSpec, network: Network) -> str:
@@ -160,19 +161,22 @@ def serve_from_standard_input() -> None:
 
 
 class _ToOwner(logging.Handler):
-    """Writes each warning to the process that started this one, as a line in one piece.
+    """Writes each warning to the process that started this one, as a line in one piece; a text that comes again once.
 
     If that process has left so much unread that it would have to be waited for, the warning is dropped.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(logging.WARNING)
-        self._descriptor = descriptor
+        self._descriptor, self._told = descriptor, set[bytes]()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             words = " ".join(record.getMessage().split()).encode(errors="replace")
-            if select.select([], [self._descriptor], [], 0)[1]:
+            if words not in self._told and select.select([], [self._descriptor], [], 0)[1]:
+                if len(self._told) >= _MOST_TOLD:
+                    self._told.clear()
+                self._told.add(words)
                 os.write(self._descriptor, WARNING + words[: select.PIPE_BUF - 2] + b"\n")
         except Exception:  # noqa: BLE001 (as in every handler: what logs goes on)
             self.handleError(record)
