@@ -65,7 +65,8 @@ def layer_entry_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     attentions, layers = 1 + attends_twice(config), unlike_layers(config)
     if getattr(layers[0], "kv_lora_rank", None):  # latent attention caches what keys and values are made from
         latent = max(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers)
-        return int(attentions * (latent + (getattr(config, "index_head_dim", None) or 0)) * dtype.itemsize)
+        index = 4 * (getattr(config, "index_head_dim", None) or 0)  # in float32
+        return int(attentions * (latent * dtype.itemsize + index))
     heads, key = entry_size(config)
     return int(attentions * heads * (key + (getattr(config, "v_head_dim", None) or key)) * dtype.itemsize)
 

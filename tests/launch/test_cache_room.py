@@ -29,8 +29,10 @@ def test_a_tokens_entries_are_as_large_as_the_librarys(family: str) -> None:
 
 
 def test_unlike_layers_count_as_the_largest() -> None:
-    """A latent of 24 numbers, a rotary part of 8, and a key of 16 for an index."""
-    assert layer_entry_bytes(Specimen("dots3_note_text").config(), torch.float32) == 4 * (24 + 8 + 16)
+    """A latent of 24 numbers, a rotary part of 8, and a key of 16 for an index, which is in float32."""
+    config = Specimen("dots3_note_text").config()
+    assert layer_entry_bytes(config, torch.float32) == 4 * (24 + 8 + 16)
+    assert layer_entry_bytes(config, torch.bfloat16) == 2 * (24 + 8) + 4 * 16
 
 
 def test_room_is_half_of_what_the_weights_leave_free(

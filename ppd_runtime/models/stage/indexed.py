@@ -14,7 +14,8 @@ from ppd_runtime.models.stage.decoder_parts import shallow_copy
 class IndexedLayer(PreallocatedLayer):
     """Keys and values of a layer with one key/value head, whose index keeps a key of each token too.
 
-    A token's index key lies behind its value in the same row, so it is moved, kept, dropped and shipped with it.
+    A token's index key lies behind its value in the same row, so it is moved, kept, dropped and shipped with it. It is
+    stored in float32, which some models' keys have beside values in bfloat16: as the bits of two such numbers.
 
     Args:
         index_size: numbers of an index key.
@@ -29,15 +30,20 @@ class IndexedLayer(PreallocatedLayer):
     ) -> tuple[Tensor, Tensor]:
         """See `PreallocatedLayer.update`; the tokens' index keys follow in `update_indexer`."""
         self._indexed = self.length
-        keys, values = super().update(key_states, pad(value_states, (0, self._index_size)))
-        return keys, values[..., : -self._index_size]
+        keys, values = super().update(key_states, pad(value_states, (0, self._room(value_states))))
+        return keys, values[..., : -self._room(values)]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Keep the index keys of the pass' next tokens, `[1, tokens, index_size]`; gives them and all before them."""
-        keys, start = self.values[:, 0, :, -self._index_size :], self._indexed
+        keys, start = self.values[:, 0, :, -self._room(self.values) :], self._indexed
         self._indexed += indexer_key_states.shape[1]
-        keys[:, self.order.rows(start, self._indexed)] = indexer_key_states
-        return keys[:, self.order.rows(0, self._indexed)]
+        keys[:, self.order.rows(start, self._indexed)] = indexer_key_states.float().contiguous().view(keys.dtype)
+        found = keys[:, self.order.rows(0, self._indexed)].contiguous().view(torch.float32)
+        return found.to(indexer_key_states.dtype)
+
+    def _room(self, values: Tensor) -> int:
+        """Numbers of the values' format that an index key takes."""
+        return self._index_size * 4 // values.element_size()
 
 
 class _ChoosesAlone(nn.Module):
