@@ -12,6 +12,7 @@ from families.specimens import SPECIAL, SUPPORTED, Specimen, every_family
 from ppd_runtime.models.checkpoint.description import check_leaving_out, describe
 from ppd_runtime.models.checkpoint.wrappers import WRAPPERS
 from ppd_runtime.models.stage.library_probe import has_states, runs_in_library
+from ppd_runtime.models.stage.paired import counting_layers
 from ppd_runtime.models.stage.wide import is_wide
 
 _HEAD = """# Families
@@ -108,7 +109,7 @@ def without(specimen: Specimen) -> str:
 
 def _reasons(specimen: Specimen) -> list[str]:
     config = specimen.config()
-    what = runs_in_library(config)
+    what = runs_in_library(counting_layers(config))
     users = "compile, kangaroo, training" if is_wide(config) else "compile"
     reasons = [f"{users}: its layers {what}"] if what else []
     with tempfile.TemporaryDirectory() as folder:

@@ -78,8 +78,8 @@ def check_architecture(model: str, config: PretrainedConfig) -> PreTrainedModel:
     try:
         skeleton, deeper = skeleton_of(config, 1), skeleton_of(config, depth_of_all_kinds(config, kept))
     except Exception as error:  # every architecture checks its settings in its own way
-        said = f": {' '.join(str(error).split())[:200]}" if isinstance(error, ValueError) else ""
-        raise ValueError(f"{refuse}transformers cannot build its first layers from config.json{said}") from error
+        cause = f": {_in_words(error)}" if isinstance(error, ValueError | KeyError) else ""
+        raise ValueError(f"{refuse}transformers cannot build its first layers from config.json{cause}") from error
     base = decoder_in(skeleton) if decoder_name(skeleton) else None
     layers = getattr(base, "layers", None)
     if not isinstance(base, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers:
@@ -168,3 +168,10 @@ def _constants(layer: nn.Module) -> dict[tuple[str, str], float]:
         for name, value in vars(module).items()
         if isinstance(value, int | float)
     }
+
+
+def _in_words(error: ValueError | KeyError) -> str:
+    """What a model's code says of its settings, in a line."""
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return " ".join(str(error).split())[:200]
