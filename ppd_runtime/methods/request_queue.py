@@ -129,8 +129,10 @@ class RequestQueue:
             self.cancel(place)
 
     def cancel_waiting(self) -> None:
-        """End all requests that wait for their turn."""
-        for place in reversed(self.waiting):
+        """End all requests that do not run: those that wait, and those whose place is only kept so far."""
+        with self._lock:
+            places = [place for place in self._places if place.runs_since is None]
+        for place in reversed(places):
             self.cancel(place)
 
     def check_own(self, tokens: int) -> None:

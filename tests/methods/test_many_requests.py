@@ -229,3 +229,15 @@ def test_cancels_at_any_moment_keep_the_limits_and_lose_no_place() -> None:
     assert max(running for running, _ in most) == 3
     assert max(tokens for _, tokens in most) <= 100
     assert not queue.taken
+
+
+def test_a_place_that_is_only_kept_ends_with_those_that_wait() -> None:
+    queue, told = RequestQueue(2), threading.Event()
+    runs = take(queue)
+    (kept,) = queue.join()
+    queue.cancel_waiting()
+    ending = Ending(None)
+    queue.line_up(kept, 1, ending, told.set)
+    assert (told.is_set(), ending.reason(), kept.runs_since) == (True, "cancelled", None)
+    assert queue.running == [runs]
+    assert queue.taken == 1

@@ -285,7 +285,7 @@ def test_shutting_down_finishes_what_runs_and_refuses_the_rest(stepwise: Stepwis
         threads = [threading.Thread(target=ask, args=(name,)) for name in ("runs", "waits")]
         for name, thread in zip(("runs", "waits"), threads, strict=True):
             thread.start()
-            wait_until(lambda n=name: server.taken == 1 + (n == "waits"))
+            wait_until(lambda n=name: stepwise.is_busy and server.taken == 1 + (n == "waits"))
         drained = asyncio.run_coroutine_threadsafe(server.server.drain(), server.server.loop)
         wait_until(lambda: server.server.service.admission.draining)
         assert server.post("/v1/completions", prompt="a").status_code == 503
