@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from compilers import needs_compiler
 from families.attack import prompts
 from families.specimens import SPECIAL, SUPPORTED, Specimen
@@ -10,9 +11,16 @@ from grids import nightly
 from models_for_tests import build_tokenizer
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
-from ppd_runtime.models.compiled.export import _kind
+from ppd_runtime.models.checkpoint.config import without_weights
+from ppd_runtime.models.checkpoint.description import describe
+from ppd_runtime.models.checkpoint.loading import load_layers
+from ppd_runtime.models.compiled.export import _kind, compile_layers
+from ppd_runtime.models.compiled.passes import CompiledLayers
 
 EVERY = [*map(Specimen, SUPPORTED), *SPECIAL]
+KEEP_FLOATS = {"deepseek_v3", "flint", "gpt_oss", "nemotron_h"}
+"""Some of the families of which the library keeps weights in float32, in bfloat16 or in float16 alone."""
+BY_DAY_OR_NIGHT = [one if one.family in KEEP_FLOATS else pytest.param(one, marks=nightly) for one in EVERY]
 
 
 @pytest.mark.parametrize("specimen", [Specimen("qwen3_moe"), Specimen("flint")], ids=lambda specimen: specimen.name)
@@ -22,6 +30,30 @@ def test_layers_are_told_apart(specimen: Specimen) -> None:
     kinds = [str(_kind(model, layer, passes=1)) for layer in range(model.config.num_hidden_layers)]
     dense = [layer in model.config.mlp_only_layers for layer in range(len(kinds))]
     assert len(set(kinds)) == len({*zip(kinds, dense, strict=True)}) < len(kinds)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("specimen", BY_DAY_OR_NIGHT, ids=lambda specimen: specimen.name)
+def test_code_is_made_for_the_dtypes_that_are_loaded(specimen: Specimen, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The library keeps some weights in float32. Code that was made for 16 bits would read other numbers there."""
+    specimen.build().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    info = describe(str(tmp_path))
+    loaded = load_layers(info, info.num_layers, dtype, "cpu")
+    with torch.device("meta"):
+        expected = without_weights(loaded.config, dtype)
+    of_loaded, of_expected = ({n: t.dtype for n, t in m.state_dict().items()} for m in (loaded, expected))
+    assert of_loaded == of_expected
+    if specimen.family in KEEP_FLOATS and dtype == torch.float16:
+        assert torch.float32 in of_loaded.values()
+
+
+@needs_compiler
+def test_code_refuses_weights_of_other_dtypes() -> None:
+    model = Specimen("llama").build()
+    code = compile_layers(model.config, torch.bfloat16, model.device)
+    with pytest.raises(ValueError, match=r"_proj.weight is torch.float32, and the code reads it as torch.bfloat16"):
+        CompiledLayers(model, {1: code})
 
 
 @nightly

@@ -25,6 +25,7 @@ from benchmarks import hop
 from ppd_runtime import OrdinaryDecoding, PPDRuntime, RuntimeConfig
 from ppd_runtime.launch.gpus import assign_gpus
 from ppd_runtime.launch.worker_specs import worker_specs
+from ppd_runtime.models.checkpoint.config import without_weights
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.dtype import choose_device
 from ppd_runtime.models.compiled import export, programs, toolkit
@@ -183,7 +184,7 @@ def test_attention_may_ask_for_rows_in_eights(passes: int, dtype: torch.dtype, m
 
     monkeypatch.setattr(export, "grouped_attention", asks)
     monkeypatch.setattr(export.native, "is_available", lambda device, dtype: False)
-    make = lambda: export.layer_for(export._model(config, dtype), 0, passes)  # noqa: E731
+    make = lambda: export.layer_for(without_weights(config, dtype), 0, passes)  # noqa: E731
     program = export._export(make, 0, None, dtype, torch.device("cpu"), passes)
     rows = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][2].shape[0]
     assert rows.node.expr.as_coeff_Mul()[0] == 8
@@ -253,14 +254,15 @@ def test_stages_settle_the_arithmetic_of_their_process(monkeypatch: pytest.Monke
 def test_code_for_gpus_is_compiled_without_cudnns_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that compiles may not have a stage on a GPU yet, and has the code's attention chosen."""
     config, found = build_model("llama", num_layers=2).config, list[bool]()
+    program = torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
     monkeypatch.setattr(export, "check_toolkit", lambda: None)
-    monkeypatch.setattr(export, "_export", lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    monkeypatch.setattr(export, "_export", lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()) or program)
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda *_, **__: None)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         for device in ("cpu", "cuda"):
             torch.backends.cuda.enable_cudnn_sdp(True)
-            make = lambda: export.layer_for(export._model(config, torch.bfloat16), 0, 1)  # noqa: E731
+            make = lambda: export.layer_for(without_weights(config, torch.bfloat16), 0, 1)  # noqa: E731
             export._compile("layer 0", make, 0, None, torch.bfloat16, torch.device(device), 1, tmp_path / "code.pt2")
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
@@ -289,7 +291,7 @@ def test_several_tokens_read_a_gpus_keys_where_they_lie(window: int | None, monk
     config, programs_of = build_model("llama", num_layers=2).config, []
     assert config.num_attention_heads > config.num_key_value_heads
     monkeypatch.setattr(export.native, "is_available", lambda device, dtype: False)
-    make = lambda: export.layer_for(export._model(config, torch.float32), 0, PassKind.SEVERAL)  # noqa: E731
+    make = lambda: export.layer_for(without_weights(config, torch.float32), 0, PassKind.SEVERAL)  # noqa: E731
     for on_gpu_too in (True, False):
         monkeypatch.setattr(programs, "_is_on_gpu", lambda tensor, there=on_gpu_too: there)
         programs_of.append(export._export(make, 0, window, torch.float32, torch.device("cpu"), PassKind.SEVERAL))

@@ -3,11 +3,13 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ppd_runtime.models.checkpoint.hub import one_line
@@ -152,9 +154,30 @@ def _told(folder: Path) -> dict[str, Any]:
 def skeleton_of(config: PretrainedConfig, num_layers: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The first layers without their weights."""
     with torch.device("meta"):
-        cut = first_layers_config(config, num_layers)
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(cut, **({"dtype": dtype} if dtype else {}))
+        model = without_weights(first_layers_config(config, num_layers), dtype)
     return drop_layers(model, num_layers)
+
+
+def without_weights(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model with any numbers as weights, each in the dtype in which the library loads it; `config` stays as it is.
+
+    The library keeps some weights in float32, such as the bias of deepseek_v3's router, when it loads 16 bits.
+    """
+    of_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = of_type._from_config(copy.deepcopy(config), **({"dtype": dtype} if dtype else {})).eval()
+    dtypes = {pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(model.dtype).items()}
+    for name in model.state_dict():
+        kept = next((kept for pattern, kept in dtypes.items() if re.search(pattern, name)), None)
+        if kept is not None:
+            module, _, attribute = name.rpartition(".")
+            _convert(model.get_submodule(module), attribute, kept)
+    return model
+
+
+def _convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    tensor = getattr(module, name)
+    converted = tensor.detach().to(dtype)
+    setattr(module, name, nn.Parameter(converted, tensor.requires_grad) if name in module._parameters else converted)
 
 
 def drop_layers(model: PreTrainedModel, last: int) -> PreTrainedModel:

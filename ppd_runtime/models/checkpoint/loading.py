@@ -252,8 +252,7 @@ def weight_copies(info: ModelInfo, dtype: torch.dtype) -> dict[Path, Path]:
 def _rounds_everything(info: ModelInfo, dtype: torch.dtype) -> bool:
     """Whether the library loads each of the model's tensors in `dtype`; some architectures keep a few in float32."""
     skeleton = skeleton_of(model_config(info.folder), info.num_layers, dtype)
-    kept = (getattr(skeleton, f"_keep_in_fp32_modules{kind}", "a name of other versions") for kind in ("", "_strict"))
-    return not any(kept) and all(t.dtype == dtype for t in skeleton.state_dict().values() if t.is_floating_point())
+    return all(t.dtype == dtype for t in skeleton.state_dict().values() if t.is_floating_point())
 
 
 def bfloat16_copies(info: ModelInfo) -> dict[Path, Path]:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     PretrainedConfig,
@@ -35,6 +34,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities, ingredients_name
+from ppd_runtime.models.checkpoint.config import without_weights
 from ppd_runtime.models.compiled import joined_products, programs
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
 from ppd_runtime.models.compiled.compiler_options import compiler_options
@@ -70,6 +70,8 @@ MOST_SEVERAL = 15
 """Tokens of a compiled pass: more run in several, for the library's code rounds differently."""
 READ_BY_PRODUCTS = "read_by_products"
 """What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
+DTYPES = "dtypes"
+"""And the dtypes of its inputs, the weights' last: code that is given others reads their bytes as these."""
 _GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
 _MOST_ROWS = 2**24
 _ALIGNED = 8  # PyTorch's attention on GPUs takes masks of rows that it knows to be a multiple of this
@@ -115,12 +117,11 @@ def layer_parts(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     as `PassKind.SEVERAL`; layers of one kind have one file. Needs no weights and no memory for them.
     """
     with torch.device("meta"):
-        skeleton = _model(config, dtype)
-
+        skeleton = without_weights(config, dtype)
     scale = embedding_scale(skeleton)
 
     def piece(index: int) -> nn.Module:
-        return layer_for(_model(config, dtype), index, passes, scale)
+        return layer_for(without_weights(config, dtype), index, passes, scale)
 
     windows = enumerate(cache_windows(config))
     return [_layer_part(skeleton, i, window, partial(piece, i), device, passes) for i, window in windows]
@@ -145,8 +146,8 @@ def head_part(config: PretrainedConfig, dtype: torch.dtype, device: torch.device
     if not native.is_available(device, dtype):
         return None
     with torch.device("meta"):
-        skeleton = with_head_rows(_model(config, dtype), rows)
-    return _head_part(skeleton, lambda: FinalHead(with_head_rows(_model(config, dtype), rows)).module, device)
+        skeleton = with_head_rows(without_weights(config, dtype), rows)
+    return _head_part(skeleton, lambda: FinalHead(with_head_rows(without_weights(config, dtype), rows)).module, device)
 
 
 def compile_part_head(part: PreTrainedModel) -> Path | None:
@@ -223,12 +224,12 @@ def _compile(
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
-            options = compiler_options(device, passes)
+            options, told = compiler_options(device, passes), dict[str, Any]({DTYPES: _dtypes(program)})
             if native.is_available(device, dtype):
                 shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
-                told = {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
-                options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
+                told |= {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
+            options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
             with compiler_apart(), toolkit() if device.type == "cuda" else contextlib.nullcontext():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
@@ -331,6 +332,10 @@ def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -
     ]
 
 
+def _dtypes(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.meta["val"].dtype) for node in program.graph.nodes if node.op == "placeholder"]
+
+
 def _reads_mask(program: torch.export.ExportedProgram) -> bool:
     """Whether it is a pass with a mask, made of the position or given."""
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
@@ -349,11 +354,6 @@ def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidd
         vars(module).pop("long_inv_freq", None)
     keys, values = cache.next_rows()
     return torch.empty_like(keys), torch.empty_like(values)
-
-
-def _model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without weights worth keeping; `config` stays as it is."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 
 def _choose_attention(piece: nn.Module, name: str) -> None:

@@ -19,6 +19,7 @@ from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.files.large_pages import in_large_pages
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
 from ppd_runtime.models.compiled.export import (
+    DTYPES,
     MOST_SEVERAL,
     READ_BY_PRODUCTS,
     compile_head,
@@ -140,6 +141,10 @@ class CompiledLayers:
         """Code with its weights in its formats; weights that are exact in half the memory take half."""
         by_products = set(json.loads(code.metadata.get(READ_BY_PRODUCTS, "[]")))
         weights = weights_of(piece).items()
+        of_code = json.loads(code.metadata.get(DTYPES, "[]"))[-len(weights) :]
+        for (name, weight), dtype in zip(weights, of_code, strict=False):
+            if weight.is_floating_point() and str(weight.dtype) != dtype:
+                raise ValueError(f"compile: {name} is {weight.dtype}, and the code reads it as {dtype}; run it without")
         return self._passes.part(code, [self._as_taken(name, weight, name in by_products) for name, weight in weights])
 
     def _as_taken(self, name: str, weight: Tensor, by_products: bool) -> Tensor:
