@@ -1,5 +1,6 @@
 """Compiled layouts of every family give compiled ordinary decoding's tokens and the bits of its probabilities."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from families.attack import prompts
 from families.specimens import SPECIAL, SUPPORTED, Specimen
 from grids import nightly
 from models_for_tests import build_tokenizer
+from seeds import SEED
 
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime
 from ppd_runtime.models.checkpoint.config import without_weights
@@ -77,6 +79,37 @@ def test_layouts(specimen: Specimen, dtype: str, tmp_path: Path) -> None:
     for layout in (*stages, {"k": 1, "exit_layer": depth - 1}):
         with PPDRuntime(transport="local", **layout, **settings) as runtime:
             assert [_text(runtime, *one) for one in asked] == expected, layout
+
+
+@nightly
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("specimen", EVERY, ids=lambda specimen: specimen.name)
+def test_layers_give_the_librarys_numbers(specimen: Specimen, dtype: str, tmp_path: Path) -> None:
+    """Up to rounding, whatever stands in weights that are new as zeros or ones."""
+    model, noise = specimen.build(), torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn(tensor.shape, generator=noise), alpha=0.1)
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    try:
+        ours = OrdinaryDecoding(str(tmp_path), dtype=dtype, compile=True).stage
+    except ValueError as error:
+        assert str(error).startswith("compile: ")
+        pytest.skip(str(error))
+    stages, errors = (ours, OrdinaryDecoding(str(tmp_path), dtype=dtype, compile=False).stage), []
+    for stage in stages:
+        stage.begin(64)
+        stage.run(0, stage.num_layers, [3, 4, 5], 0)
+    for position, layer in product(range(3, 23), range(ours.num_layers)):
+        hidden = torch.randn(1, 1, ours.state_size, generator=noise).to(stages[0].states_dtype)
+        found, expected = (
+            stage.run(layer, layer + 1, hidden if layer else [position], position).float() for stage in stages
+        )
+        errors.append(float((found - expected).norm() / (expected - hidden.float()).norm()))
+    most = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    assert sorted(errors)[int(0.9 * len(errors))] < most, "another expert may be chosen by rounding, but seldom"
 
 
 def _text(generator: OrdinaryDecoding | PPDRuntime, prompt: list[int], sampling: dict[str, float]) -> object:
