@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ppd_runtime.models.stage.caches import StageCache
+from ppd_runtime.models.stage.row_order import RowOrder
 from ppd_runtime.models.stage.slots import NodeSlots
 
 CAPACITY, MOST_NODES = 30, 12
@@ -96,6 +97,14 @@ def test_where_rows_change_places_no_entry_moves() -> None:
     slots.certain.append(3)
     assert slots.entries([0, 1]) == [2, 3]
     assert all(map(torch.equal, before, [half for layer in slots.cache.layers for half in layer.rows]))
+
+
+def test_a_text_of_any_length_goes_on_after_rows_have_changed_places() -> None:
+    order = RowOrder()
+    order.exchange(3, 5)
+    rows = order.rows(0, 5000)
+    assert not isinstance(rows, slice)
+    assert rows.tolist() == [0, 1, 2, 5, 4, 3, *range(6, 5000)]
 
 
 def test_more_nodes_than_there_is_room_for() -> None:

@@ -51,6 +51,7 @@ class RowOrder:
         """Index of the rows of positions `first` to `end`; where possible a slice, whose tensors are views."""
         if not self._displaced or self._displaced.isdisjoint(range(first, end)):
             return slice(first, end)
+        self.address(end)
         return torch.from_numpy(self._rows[first:end].copy())
 
     def _note(self, *positions: int) -> None:
