@@ -33,7 +33,11 @@ class LocalWorkers:
         self.endpoint: Endpoint = self._network.endpoint(CLIENT)
         introduce = Introductions(self.endpoint).introduce
         self.supervisor = Supervisor(specs[DECIDER].layout, self._spawn, most_restarts, introduce)
-        self.supervisor.start(progress)
+        try:
+            self.supervisor.start(progress)
+        except BaseException:
+            self.close()
+            raise
 
     def _spawn(self, rank: int) -> "ThreadHandle":
         self._progress(f"loading {self.supervisor.name_of(rank)}")

@@ -49,6 +49,14 @@ def second_gpu_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         yield rounds
 
 
+def is_left(thread: threading.Thread) -> bool:
+    """Whether it is a worker's that does not end, and so keeps its layers."""
+    is_worker = thread.name.startswith("ppd-")
+    if is_worker:
+        thread.join(10)
+    return is_worker and thread.is_alive()
+
+
 @pytest.mark.parametrize("unlike", [False, True])
 def test_threads_on_unlike_gpus_are_refused(
     model_folder: Callable[..., Path], second_gpu_rounds: list[bool], unlike: bool
@@ -57,9 +65,11 @@ def test_threads_on_unlike_gpus_are_refused(
     second_gpu_rounds[0] = unlike
     runtime = PPDRuntime(model_folder("llama"), stages=2, transport="local", dtype="float32", guess_vocab=300)
     specs = [replace(spec, device=f"cuda:{spec.rank}") for spec in runtime._specs]
+    before = threading.enumerate()
     if unlike:
         with pytest.raises(RuntimeError, match=r"^stage 1 failed to start: it computes other bits than stage 2 \(the"):
             LocalWorkers(specs, 0, print)
+        assert not any(is_left(thread) for thread in threading.enumerate() if thread not in before)
         return
     workers = LocalWorkers(specs, 0, print)
     assert all("the head over 1" in post.handle.bits.hashes for post in workers.supervisor._posts.values())
