@@ -199,7 +199,7 @@ class DraftModel:
         for chunk in self._stage.prompt_chunks(len(tokens)):
             inputs = self._known(tokens[chunk.start : chunk.stop])
             hidden = self._run(inputs, position + chunk.start, in_prompt=not position or self._stage.has_states)
-        self._slots.kept = position + len(tokens)
+        self._slots.keep_run(len(tokens))
         self._root.hidden = hidden[:, -1:]
 
     def _after(self, chain: Sequence[int]) -> Tensor | None:

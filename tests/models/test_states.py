@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from ppd_runtime import GenerationResult, OrdinaryDecoding, PPDRuntime, open_method
 from ppd_runtime.models.checkpoint.description import describe
 from ppd_runtime.models.checkpoint.state_sizes import layer_state_bytes
+from ppd_runtime.models.draft_model import DraftModel
 from ppd_runtime.models.stage import chunks
 from ppd_runtime.models.stage.layer_range import LayerRange
 from ppd_runtime.models.stage.state_range import StateRange
@@ -122,6 +123,17 @@ def test_dropped_branches_free_their_states_and_kept_ones_stay_where_they_are(
     tree.drop(3)
     assert len(layer.states) == 2
     assert {id(part) for state in layer.states.values() for part in state.values()} < left
+
+
+def test_a_draft_model_that_is_never_right_keeps_the_newest_state(folder_of: Callable[[str], Path]) -> None:
+    stage = stage_of(folder_of("lfm2"))
+    model = DraftModel(stage, range(300))
+    model.begin(len(TEXT))
+    model.follow(TEXT[:11])
+    for token in TEXT[11:20]:
+        model.draft([[token + 1]])
+        model.follow([token])
+    assert all(list(layer.states) == [19] for layer in stage.cache.layers if layer.kept.states)
 
 
 @pytest.mark.parametrize("family", EVERY)

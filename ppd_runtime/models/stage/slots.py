@@ -54,6 +54,10 @@ class NodeSlots:
         """Rows up to the last one that may have been used."""
         return self.kept + self._most_nodes + 1
 
+    def keep_run(self, tokens: int) -> None:
+        """Keep so many tokens that have run in their places, behind the kept ones."""
+        self.kept += tokens
+
     def keep(self, node: int) -> None:
         """Keep the node as the next certain token, in its place."""
         self._put(node, self.kept)
@@ -99,6 +103,11 @@ class StateSlots(NodeSlots):
         super().__init__(cache, most_nodes)
         self._states = cache
         cache.back = None
+
+    def keep_run(self, tokens: int) -> None:
+        """Keep so many tokens that have run in their places, behind the kept ones."""
+        super().keep_run(tokens)
+        self._states.forget_before(self.kept - 1)
 
     def keep(self, node: int) -> None:
         """Keep the node as the next certain token, in its place."""
