@@ -12,7 +12,7 @@ from models_for_tests import FAMILIES, SLIDING_WINDOW, load_stage
 from torch import Tensor
 
 from ppd_runtime.models.stage.layer_range import LayerRange
-from ppd_runtime.models.stage.trees import chain_of, tree_of
+from ppd_runtime.models.stage.trees import TokenTree, chain_of, tree_of
 
 PARENTS = (-1, 0, 0, 1, 2, 1, 3, 6, 7, 8, 9, 10, 4)
 """Deeper than the windows are long, and wide."""
@@ -73,6 +73,17 @@ def test_a_chain_is_an_ordinary_pass_to_the_last_bit(model_folder: ModelFolder, 
     chain.keep_path(9, [0, 1, 2])
     ordinary.truncate(12)
     assert torch.equal(chain.run(0, 4, [7], 12), ordinary.run(0, 4, [7], 12))
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_chains_masks_hold_memory_for_the_longest_text_alone(window: int | None) -> None:
+    """And not for each length that a text has had."""
+    tree, longest = TokenTree(((0,), (0, 1), (0, 1, 2)), torch.device("cpu")), 4096
+    for rows in range(64, longest + 1, 64):
+        start = torch.tensor([rows - 7])
+        hidden = tree.mask(start, rows, window, torch.float32)[0, 0] < 0
+        assert torch.equal(hidden, tree._hides(start, rows, window))
+    assert sum(part.nbytes for part in tree._ahead.values()) < 3 * tree.size * longest * 8
 
 
 def test_a_tree_needs_its_place_and_room(model_folder: ModelFolder) -> None:

@@ -112,9 +112,10 @@ class TokenTree:
     def _hides_of_chain(self, start: Tensor, rows: int, window: int | None) -> Tensor:
         """`_hides` of a chain in one or two short operations: such a pass may take less time than all those of
         `_hides`."""
-        if rows not in self._ahead:
-            self._ahead[rows] = torch.arange(rows, device=start.device) - self.depths[:, None]
-        ahead = self._ahead[rows]
+        size = 1 << (rows - 1).bit_length()  # one tensor for many lengths: the tree holds it for good
+        if size not in self._ahead:
+            self._ahead[size] = torch.arange(size, device=start.device) - self.depths[:, None]
+        ahead = self._ahead[size][:, :rows]
         return ahead > start if window is None else (ahead > start) | (ahead <= start - window)
 
     def _hides(self, start: Tensor, rows: int, window: int | None) -> Tensor:
