@@ -160,6 +160,7 @@ class AsyncGeneration(AsyncIterator[TokenEvent]):
         if isinstance(item, TokenEvent):
             return item
         self._over = True
+        self._arrived.put_nowait(item)  # for `aclose` beside another task that waits for an event
         if isinstance(item, Exception):
             raise item
         raise StopAsyncIteration

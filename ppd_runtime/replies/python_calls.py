@@ -41,12 +41,13 @@ def _calls_of(statement: ast.stmt) -> list[ast.expr]:
 def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with names for its arguments")
-    arguments = {}
+    values = {}
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("arguments without a name")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        values[keyword.arg] = keyword.value
     try:
+        arguments = {name: ast.literal_eval(value) for name, value in values.items()}  # {[]} is a TypeError
         return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except TypeError as error:
         raise ValueError(f"arguments that JSON has not: {error}") from error

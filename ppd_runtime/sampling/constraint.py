@@ -146,7 +146,7 @@ class Constraint:
         return place.mask
 
     def _computed(self, place: Place) -> np.ndarray:
-        found, size = self._ask(place, lambda matcher: matcher.compute_bitmask()), self._mask_size
+        found, size = self._ask(place, lambda _: self._bitmask()), self._mask_size
         if found is None:
             return np.zeros(size, np.uint8)
         mask = np.frombuffer(found, np.uint8)[:size].copy()
@@ -155,6 +155,19 @@ class Constraint:
         for end in self._ends:
             _set_bit(mask, end, is_complete)
         return mask
+
+    def _bitmask(self) -> bytes:
+        """The matcher's mask, from a copy of it.
+
+        A matcher keeps its newest mask, and gives it again behind as many lexemes if the lexer is in the same state.
+        Behind a rollback that may be another branch of the grammar.
+        """
+        self._matcher.compute_ff_tokens()  # what has to follow is found once, for later masks too
+        asked = self._matcher.deep_copy()
+        found = asked.compute_bitmask()
+        if asked.is_error():
+            self._matcher = asked
+        return found
 
     def _ask(self, place: Place, question: "Callable[[LLMatcher], Found]") -> Found | None:
         """What a matcher that has read a place's text answers; None if no text of the grammar's begins so.
@@ -192,7 +205,7 @@ class Constraint:
         ahead.reverse()
         read = self._matcher.try_consume_tokens([one.token for one in ahead]) if ahead else 0
         if read < len(ahead):
-            self._matcher.compute_bitmask()  # a lexer that has failed takes no token, and says so only here
+            self._bitmask()  # a lexer that has failed takes no token, and says so only here
         if self._matcher.is_error():
             return False
         self._at = ahead[read - 1] if read else here

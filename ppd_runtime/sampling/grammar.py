@@ -2,9 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ppd_runtime.settings.checks import is_text
 
@@ -22,6 +24,9 @@ MOST_SHARED_STATES = 4000
 _MOST_STATES = 50_000  # of one request's own lexer
 _MOST_TRIALS = 200  # parts of a schema that are tried to find its fault
 _MOST_KEPT = 64
+_STACK_BYTES = 2**28  # of a thread that compiles; the memory is taken as it is needed
+_STACKS = threading.Lock()
+Done = TypeVar("Done")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _OF_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
@@ -112,6 +117,18 @@ def limits(most_states: int = _MOST_STATES) -> "LLParserLimits":
     return LLParserLimits(max_lexer_states=most_states, verbose_errors=False)
 
 
+def in_deep_thread(compiling: Callable[[], Done]) -> Done:
+    """What `compiling` gives. llguidance calls itself for a rule within a rule: long chains would end the process."""
+    with ThreadPoolExecutor(1, "ppd-form") as pool:
+        with _STACKS:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                found = pool.submit(compiling)
+            finally:
+                threading.stack_size(usual)
+        return found.result()
+
+
 def one_line_fault(text: str) -> str:
     """What is wrong and where, in one line, from llguidance's message."""
     lines = text.strip().splitlines()
@@ -139,7 +156,7 @@ def _library_fault(form: Form) -> str:
         grammar = in_library_form(form)
     except ValueError as error:  # a schema that is not JSON, or no object
         return str(error)
-    is_error, found = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
+    is_error, found = in_deep_thread(lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits()))
     return (found[0] or "cannot be compiled") if is_error else ""
 
 

@@ -21,10 +21,10 @@ from ppd_runtime.server.completions import Service
 from ppd_runtime.server.errors import ApiError, JsonResponse, invalid, refused, renamed
 from ppd_runtime.server.gate import Gate
 from ppd_runtime.server.message_answers import MessageAnswer
-from ppd_runtime.server.messages import CountRequest, MessagesRequest
+from ppd_runtime.server.messages import MESSAGES_FIELDS, CountRequest, MessagesRequest
 from ppd_runtime.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ppd_runtime.server.response_answers import ResponseAnswer
-from ppd_runtime.server.responses import ResponsesRequest
+from ppd_runtime.server.responses import RESPONSES_FIELDS, ResponsesRequest
 from ppd_runtime.server.schema import describe_refusals
 from ppd_runtime.server.settings import ServerSettings
 
@@ -138,12 +138,12 @@ def _add_other_chats(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses")
     async def responses(asked: ResponsesRequest, request: Request) -> Response:
-        with renamed({"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}):
+        with renamed(RESPONSES_FIELDS):
             return await service.chat(as_chat(asked), request, partial(ResponseAnswer, asked))
 
     @app.post("/v1/messages")
     async def messages(asked: MessagesRequest, request: Request) -> Response:
-        with renamed({"response_format": "output_config", "stop": "stop_sequences"}):
+        with renamed(MESSAGES_FIELDS):
             return await service.chat(as_chat(asked), request, partial(MessageAnswer, asked))
 
     @app.post("/v1/messages/count_tokens")

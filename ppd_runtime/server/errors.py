@@ -95,11 +95,15 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        message = error.message
-        for name, other in names.items():
-            message = re.sub(rf"\b{name}\b(?=[=:])", other, message)
-        error.message, error.param = message, names.get(error.param or "", error.param)
+        rename(error, names)
         raise
+
+
+def rename(error: ApiError, names: Mapping[str, str]) -> None:
+    """Name fields in a refusal as another path calls them."""
+    for name, other in names.items():
+        error.message = re.sub(rf"\b{name}\b(?=[=:])", other, error.message)
+    error.param = names.get(error.param or "", error.param)
 
 
 def refused(error: ValueError | str, field: str | None = None) -> ApiError:

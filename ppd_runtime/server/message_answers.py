@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.server.answers import Asked, ppd_of, reason_told
 from ppd_runtime.server.blocks import Block, Blocks, Step
-from ppd_runtime.server.errors import ApiError, as_json
-from ppd_runtime.server.messages import MessagesRequest
+from ppd_runtime.server.body import can_be_repeated
+from ppd_runtime.server.errors import ApiError, as_json, rename
+from ppd_runtime.server.messages import MESSAGES_FIELDS, MessagesRequest
 from ppd_runtime.server.token_texts import text_of
 
 _TYPES = {"thought": "thinking", "text": "text", "call": "tool_use"}
@@ -73,6 +74,7 @@ class MessageAnswer:
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """Implements `AnswerForm.failure`."""
+        rename(error, MESSAGES_FIELDS)
         return {"type": "error", **error.body}
 
     def event(self, content: dict[str, Any]) -> bytes:
@@ -101,12 +103,12 @@ class MessageAnswer:
 
 
 def _arguments(call: Block) -> dict[str, Any] | None:
-    """A call's arguments; None if they are no JSON object, as those that were cut short."""
+    """A call's arguments; None if they are no JSON object, as those that were cut short, or hold no finite number."""
     try:
         found = json.loads(call.text or "{}")
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and can_be_repeated(found) else None
 
 
 def _content(block: Block) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from ppd_runtime.server.conversations import MOST_MESSAGES, Parts
 from ppd_runtime.server.errors import ApiError, shown
 from ppd_runtime.server.requests import ChatRequest
 
+MESSAGES_FIELDS = {"response_format": "output_config", "stop": "stop_sequences"}
+"""This path's names of the fields of chats."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from ppd_runtime.results import GenerationResult, TokenEvent
 from ppd_runtime.server.answers import Asked, ppd_of, reason_told
 from ppd_runtime.server.blocks import Block, Blocks, Step
-from ppd_runtime.server.errors import ApiError, as_json
-from ppd_runtime.server.responses import ECHOED, ResponsesRequest
+from ppd_runtime.server.errors import ApiError, as_json, rename
+from ppd_runtime.server.responses import ECHOED, RESPONSES_FIELDS, ResponsesRequest
 
 
 class ResponseAnswer:
@@ -68,6 +68,7 @@ class ResponseAnswer:
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """Implements `AnswerForm.failure`."""
+        rename(error, RESPONSES_FIELDS)
         return self._told("error", code=error.code, message=error.message, param=error.param)
 
     def event(self, content: dict[str, Any]) -> bytes:

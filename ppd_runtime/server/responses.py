@@ -18,6 +18,8 @@ _REFUSED = {
     "conversation": _NOT_STORED,
     "prompt": "this server has no prompts of its own, send instructions and input",
 }
+RESPONSES_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+"""This path's names of the fields of chats."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "safety_identifier")
 """Fields that the answer repeats as they came."""
 _REPEATED = (*ECHOED, "tools", "tool_choice", "text")

@@ -121,3 +121,22 @@ def test_a_stream_that_nobody_reads_any_more_ends(folder: str, leaves: str) -> N
         await decoding.close()
 
     asyncio.run(run())
+
+
+def test_a_stream_is_closed_beside_a_task_that_reads_it(folder: str) -> None:
+    async def scenario() -> str:
+        decoding = AsyncDecoding(Stepwise(folder))
+        stream = decoding.stream("a", max_new_tokens=500, ignore_eos=True)
+        await stream.__anext__()
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(stream.aclose(), reading), DEADLINE_S)
+        await decoding.close()
+        return stream.result.finish_reason
+
+    assert asyncio.run(scenario()) == "cancelled"

@@ -118,7 +118,21 @@ def test_results_of_calls_that_nobody_made_are_refused(history: list, message: s
 
 @pytest.mark.parametrize(
     "code",
-    ["", "f", "f(1)", "f(**{})", "f(a=b)", "f(a={1})", "import os", "f(a=1e999)", "f(", "(" * 9999, "f(a=1)" * 20_000],
+    [
+        "",
+        "f",
+        "f(1)",
+        "f(**{})",
+        "f(a=b)",
+        "f(a={1})",
+        "f(a={{}})",
+        "f(a={[]: 1})",
+        "import os",
+        "f(a=1e999)",
+        "f(",
+        "(" * 9999,
+        "f(a=1)" * 20_000,
+    ],
 )
 def test_code_that_is_no_call_of_literals_is_refused(code: str) -> None:
     with pytest.raises(ValueError):

@@ -151,6 +151,17 @@ def test_masks_do_not_depend_on_the_way_there(form: dict[str, object]) -> None:
         assert walked.forced(place) == fresh.forced(fresh.place([*PROMPT, *text]))
 
 
+ALIKE = 'start: "{" x "e" | "[" x "o"\nx: "h" | "q"'
+"""Behind either bracket the lexer awaits the same, and the texts go on in their own ways."""
+
+
+def test_a_mask_is_not_that_of_another_branch() -> None:
+    walked = constraint(start=0, grammar=ALIKE)
+    for text in ("{", "[", "{h", "[q", "{"):
+        tokens, right = [BYTES.index(bytes([byte])) for byte in text.encode()], constraint(start=0, grammar=ALIKE)
+        assert allowed(walked, walked.place(tokens)) == allowed(right, right.place(tokens)) != set(), text
+
+
 def random_texts_behind(found: Constraint, rng: random.Random, text: Sequence[int], length: int) -> list[int]:
     place, tokens = found.place([*PROMPT, *text]), list[int]()
     while len(tokens) < length and (may := sorted(allowed(found, place) - {END_ID})):

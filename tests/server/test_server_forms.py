@@ -122,6 +122,19 @@ def test_a_form_that_fails_within_the_text_is_the_requests_fault(
     assert writing_server.taken == 0
 
 
+def test_a_stream_names_a_form_that_fails_as_its_path_does(writing_server: Running, written: Written) -> None:
+    written.replies = deque(['"' + "ab" * 200])
+    form = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(?:.{0,102}a){100}$"}}
+    user = {"role": "user", "content": "a"}
+    for path, field, asked in (
+        ("/v1/responses", "text", {"input": "a", "text": {"format": {"name": "a", **form}}}),
+        ("/v1/messages", "output_config", {"messages": [user], "max_tokens": 400, "output_config": {"format": form}}),
+    ):
+        told = writing_server.post(path, **asked, stream=True).text
+        assert f'"param":"{field}"' in told, told[-500:]
+        assert f"{field}: the schema, regex, choice or grammar cannot be followed" in told
+
+
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
 def test_what_is_no_form_is_refused_with_its_field(
     server: Running, fields: dict[str, Any], param: str, message: str

@@ -209,3 +209,11 @@ def test_what_cannot_work_is_refused_by_its_field(server: Running, settings: dic
     answer = ask(server, **settings)
     assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
     assert (answer["error"]["param"], message in answer["error"]["message"]) == (param, True), answer
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_arguments_that_json_cannot_hold_are_text(server: Running, written: Written, number: str) -> None:
+    written.replies = deque([f'<tool_call>{{"name": "weather", "arguments": {{"city": {number}}}}}</tool_call>'])
+    answer = ask(server)
+    assert answer["content"] == [{"type": "text", "text": f'weather: {{"city": {number}}}'}]
+    assert answer["stop_reason"] == "end_turn"

@@ -11,7 +11,14 @@ from ppd_runtime.models.checkpoint.description import ModelInfo, load_tokenizer
 from ppd_runtime.models.checkpoint.hub import one_line
 from ppd_runtime.request_error import RequestError
 from ppd_runtime.sampling.constraint import Constraint
-from ppd_runtime.sampling.grammar import MOST_SHARED_STATES, Form, in_library_form, limits, one_line_fault
+from ppd_runtime.sampling.grammar import (
+    MOST_SHARED_STATES,
+    Form,
+    in_deep_thread,
+    in_library_form,
+    limits,
+    one_line_fault,
+)
 from ppd_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +87,8 @@ class _Compiled:
     def _matcher(self, *most_states: int) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        return LLMatcher(self._tokens, self._grammar, log_level=0, limits=limits(*most_states))
+        bounds = limits(*most_states)
+        return in_deep_thread(lambda: LLMatcher(self._tokens, self._grammar, log_level=0, limits=bounds))
 
 
 @lru_cache(_MOST_FORMS)
