@@ -29,6 +29,7 @@ from ppd_runtime.models.checkpoint.names import names_in_model
 from ppd_runtime.models.checkpoint.quantised import packed_tensors
 from ppd_runtime.models.checkpoint.weight_cache import kept_copies, map_tensors
 from ppd_runtime.models.checkpoint.wrappers import text_tensor
+from ppd_runtime.models.native.experts import choose_few_bits_experts
 from ppd_runtime.models.native.few_bits_attention import choose_few_bits_attention
 from ppd_runtime.models.native.linear import QuantisedLinear, take_packed
 from ppd_runtime.models.stage.decoder_parts import decoder_in, embedding_in, embedding_name, final_norm
@@ -67,6 +68,7 @@ def load_layers(
     if packed:
         take_packed(model, packed)
         choose_few_bits_attention(model)
+        choose_few_bits_experts(model)
     if head_tokens:
         model.lm_head = some_rows(model.lm_head, head_tokens)
     model = _moved(drop_layers(model, last), device, first).eval()

@@ -79,14 +79,17 @@ class QuantisedEmbedding(nn.Module):
 
 
 def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
-    """Replace weights of a model's linear layers and embedding by packed ones, by name; ValueError if a shape
-    differs."""
+    """Replace weights of a model's linear layers, stacked experts and embedding by packed ones, by name; ValueError if
+    a shape differs."""
     for name, weight in packed.items():
-        path = name.removesuffix(".weight")
-        module, shape = model.get_submodule(path), packed_as(weight)[1:]
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if (shape := _shape_for(module, weight)) != (expected := getattr(module, attribute).shape):
+            raise ValueError(f"weights: {name} is {list(shape)}, not {list(expected)}")
+        if weight.dim() > 1:
+            setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
+            continue
         assert isinstance(module, nn.Linear | nn.Embedding)
-        if shape != tuple(module.weight.shape):
-            raise ValueError(f"weights: {name} is {list(shape)}, not {list(module.weight.shape)}")
         taken: nn.Module
         if isinstance(module, nn.Linear):
             taken = QuantisedLinear(weight, module.bias)
@@ -94,6 +97,14 @@ def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
             taken = QuantisedEmbedding(weight, module)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, taken)
+
+
+def _shape_for(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
+    """The shape of the floats that the library has in place of a packed matrix, or of one for each expert."""
+    if weight.dim() == 1:
+        return packed_as(weight)[1:]
+    matrix = packed_as(weight[0])[1:]
+    return (len(weight), *(reversed(matrix) if module.is_transposed else matrix))
 
 
 @torch.no_grad()

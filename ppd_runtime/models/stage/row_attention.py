@@ -179,7 +179,7 @@ class RowByRow(nn.Module):
 
 def mixes_rows(part: nn.Module) -> bool:
     """Whether a part of a layer has experts: how many rows an expert gets depends on what the other rows chose."""
-    stacked = any(parameter.dim() > 2 for parameter in part.parameters())
+    stacked = any(each.dim() > (1 if each.dtype == torch.uint8 else 2) for each in part.parameters())
     return stacked or any("Expert" in type(module).__name__ for module in part.modules())
 
 

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ppd_runtime.models.checkpoint.gguf.reader import BLOCKS, GGUF, StoredTensor
 from ppd_runtime.models.checkpoint.gguf.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from ppd_runtime.models.checkpoint.quantisable import EMBEDDING, HEAD, quantised_linears
 from ppd_runtime.models.checkpoint.weight_cache import bytes_of, header_of
+from ppd_runtime.models.native.experts import stacked_experts
 from ppd_runtime.models.native.formats import NUMBER_FORMATS, NumberFormat
 from ppd_runtime.models.native.packing import begin_and_end, packed_bytes, packed_rows
 from ppd_runtime.models.native.products import TILE
@@ -78,11 +79,12 @@ class TensorPlan:
         with path.open("wb") as out:
             out.write(header_of({name: (each.dtype, each.shape) for name, each in self.written.items()}, about))
             for each in self.written.values():
-                begin, end = begin_and_end(each.form, *each.source.shape) if each.form else (b"", b"")
-                out.write(begin)
-                for rows in _written_rows(each):
-                    out.write(bytes_of(rows))
-                out.write(end)
+                for matrix in _matrices(each):
+                    begin, end = begin_and_end(each.form, *matrix.source.shape) if each.form else (b"", b"")
+                    out.write(begin)
+                    for rows in _written_rows(matrix):
+                        out.write(bytes_of(rows))
+                    out.write(end)
             out.flush()
             os.fsync(out.fileno())
 
@@ -117,9 +119,13 @@ def plan_tensors(gguf: GGUF, naming: Naming, config: PretrainedConfig) -> Tensor
             sources[name] = naming.source(name, tuple(tensor.shape))
     _check_tensors(gguf, sources.values(), config.model_type)
     packable = {name: sources[name] for name in (EMBEDDING, *quantised_linears(skeleton)) if name in sources}
+    packable |= {name: _as_stored(sources[name]) for name in stacked_experts(skeleton)}
     forms = {name: form for name, source in packable.items() if (form := _form(source))}
     dtype = torch.float32 if forms else _narrowest(sources.values())
-    written = {name: _written(source, forms.get(name), dtype) for name, source in sources.items()}
+    written = {
+        name: _written(packable[name] if name in forms else source, forms.get(name), dtype)
+        for name, source in sources.items()
+    }
     return TensorPlan(written, dtype)
 
 
@@ -133,10 +139,19 @@ def _check_tensors(gguf: GGUF, sources: Iterable[Source], model_type: str) -> No
             raise ValueError(f"has {name} in {tensor.kind}, and vectors in floats are read; {OTHER_MODEL}")
 
 
+def _as_stored(experts: Source) -> Source:
+    """Experts' matrices as `[experts, outputs, inputs]`, if the library has them turned."""
+    if not experts.finish:
+        return experts
+    number, inputs, outputs = experts.shape
+    return replace(experts, shape=(number, outputs, inputs), finish=None)
+
+
 def _form(source: Source) -> NumberFormat | None:
-    """The format that a matrix keeps; None for floats, or if runs meet inside a tile."""
-    kinds = source.kinds
-    if len(kinds) > 1 or source.finish or any(run.count % TILE for run in source.runs[:-1]):
+    """The format that a matrix keeps, or experts' matrices; None for floats, or if runs meet inside a tile."""
+    kinds, last = source.kinds, source.together - 1
+    within = (run for number, run in enumerate(source.runs) if number % source.together != last)
+    if len(kinds) > 1 or source.finish or any(run.count % TILE for run in within):
         return None
     (kind,) = kinds
     return NUMBER_FORMATS[kind] if kind in QUANTISED_TYPES else None
@@ -144,11 +159,21 @@ def _form(source: Source) -> NumberFormat | None:
 
 def _written(source: Source, form: NumberFormat | None, dtype: torch.dtype) -> _Written:
     if form:
-        return _Written(source, torch.uint8, (packed_bytes(form, *source.shape),), form)
+        return _Written(source, torch.uint8, (*source.shape[:-2], packed_bytes(form, *source.shape[-2:])), form)
     kinds = {_FLOATS.get(kind, torch.float32) for kind in source.kinds}
     stored = kinds.pop() if len(kinds) == 1 and not source.finish else torch.float32
     narrower = dtype if stored == torch.float32 and dtype.itemsize < stored.itemsize else stored
     return _Written(source, narrower, source.shape)
+
+
+def _matrices(each: _Written) -> Iterator[_Written]:
+    """Those that are packed one by one: experts' have a tag each."""
+    source, of_one = each.source, each.source.together
+    if not each.form or len(source.shape) == 2:
+        yield each
+        return
+    for first in range(0, len(source.runs), of_one):
+        yield replace(each, source=replace(source, shape=source.shape[1:], runs=source.runs[first : first + of_one]))
 
 
 def _narrowest(sources: Collection[Source]) -> torch.dtype:
