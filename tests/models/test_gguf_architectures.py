@@ -87,6 +87,8 @@ def test_halves_stay_halves(tmp_path: Path, name: str) -> None:
     [
         *((name, {"k": 1}) for name in ("mixtral", "gemma2")),
         *((name, {"stages": 2}) for name in ("gpt_oss", "smollm3")),
+        ("granitemoe", {"stages": 1, "rows": 4}),
+        ("olmoe", {"stages": 2, "rows": 4}),
     ],
 )
 def test_packed_files_have_their_numbers(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
@@ -102,6 +104,20 @@ def test_packed_files_have_their_numbers(tmp_path: Path, name: str, layout: dict
         assert torch.equal(numbers_of(found[key], name == "gpt_oss", "gate_up" in key), tensor), key
         assert (found[key].dtype == torch.uint8) == (key.endswith(PACKED)), key
     with PPDRuntime(str(file), transport="local", **layout) as runtime:
+        assert generated(runtime) == texts(file)
+
+
+def test_experts_alone_may_have_few_bits(tmp_path: Path) -> None:
+    """As in gpt-oss' files: what is beside them is computed in float32, which holds it."""
+    folder = save_specimen("gpt_oss", tmp_path / "folder")
+    names = model_parts(folder, "F16")[1]
+    file = write_model(
+        tmp_path / "model.gguf", folder, "F16", {name: "Q4_0" for name in names if "exps.weight" in name}
+    )
+    info = describe(str(file))
+    dtypes = {key.rpartition(".")[2]: tensor.dtype for key, tensor in state_of(info).items() if "experts" in key}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.uint8} == {"gate_up_proj", "down_proj"}
+    with PPDRuntime(str(file), transport="local", stages=2) as runtime:
         assert generated(runtime) == texts(file)
 
 

@@ -68,7 +68,8 @@ def load_layers(
     if packed:
         take_packed(model, packed)
         choose_few_bits_attention(model)
-        choose_few_bits_experts(model)
+        if any(weight.dim() > 1 for weight in packed.values()):
+            choose_few_bits_experts(model)
     if head_tokens:
         model.lm_head = some_rows(model.lm_head, head_tokens)
     model = _moved(drop_layers(model, last), device, first).eval()

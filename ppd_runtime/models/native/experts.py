@@ -12,9 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ppd_runtime.models.native.products import product
+from ppd_runtime.models.native.library import Operator
+from ppd_runtime.models.native.packing import packed_as
 
 _FEW_BITS = "ppd_few_bits"
+
+
+def _like_chosen(states: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    return states.new_empty(states.shape[0], packed_as(weights[0]).outputs)
+
+
+chosen_product = Operator("chosen_linear", ("states", "weights", "chosen"), (), _like_chosen)
+"""`[rows, outputs]` of states, `[rows, inputs]` in float32, and for each row the one of several packed matrices, uint8
+`[matrices, bytes]`, that its number in `chosen`, int64 `[rows, 1]`, names. Rows of one matrix belong side by side."""
 
 
 def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -24,7 +34,7 @@ def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+        if _is_stacked(module)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3
     }
@@ -33,10 +43,13 @@ def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
 def choose_few_bits_experts(model: PreTrainedModel) -> None:
     """Make a float32 model on a CPU run its experts this way."""
     ALL_EXPERTS_FUNCTIONS.register(_FEW_BITS, few_bits_experts)
-    for module in model.modules():
-        if hasattr(module, "is_concatenated"):
-            config: Any = module.config
-            config._experts_implementation = _FEW_BITS
+    for module in filter(_is_stacked, model.modules()):
+        config: Any = module.config
+        config._experts_implementation = _FEW_BITS
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -49,10 +62,14 @@ def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_weights: what their outputs are multiplied by, likewise.
     """
     tokens, each = top_k_index.shape
-    found = hidden_states.new_zeros(tokens, each, hidden_states.shape[-1])
-    for expert in top_k_index.unique().tolist():
-        token, place = (top_k_index == expert).nonzero(as_tuple=True)
-        found[token, place] = _one_expert(module, hidden_states[token], expert)
+    order = top_k_index.flatten().argsort(stable=True)  # so that each expert's rows lie side by side
+    chosen = top_k_index.flatten()[order]
+    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states[order // each], chosen)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer = _linear(module, "down_proj", inner, chosen)
+    if module.has_post_expert_norm:
+        outer = module.post_expert_norm(outer)
+    found = torch.empty_like(outer).index_copy_(0, order, outer).view(tokens, each, -1)
     weighted = found * top_k_weights.to(found.dtype)[..., None]
     mixed = weighted[:, 0]
     for place in range(1, each):
@@ -60,22 +77,17 @@ def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return mixed
 
 
-def _one_expert(module: Any, states: Tensor, expert: int) -> Tensor:
-    """One expert's outputs for these tokens, `[tokens, hidden_size]`."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    inner = _linear(module, first, states, expert)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outer = _linear(module, "down_proj", inner, expert)
-    return module.post_expert_norm(outer) if module.has_post_expert_norm else outer
-
-
-def _linear(module: Any, name: str, states: Tensor, expert: int) -> Tensor:
-    """A product of an expert's, in the order of outputs that the library has."""
-    weight: Tensor = getattr(module, name)[expert]
-    if weight.dtype == torch.uint8:
-        found = product(states.contiguous(), weight)
-        if module.has_gate and name == "gate_up_proj" and not module.is_concatenated:  # packed in two halves
+def _linear(module: Any, name: str, states: Tensor, chosen: Tensor) -> Tensor:
+    """Each row's product with its expert's matrix, `[rows, outputs]` in the library's order."""
+    weights: Tensor = getattr(module, name)
+    if weights.dtype == torch.uint8:
+        found = chosen_product(states.contiguous(), weights, chosen[:, None])
+        if name == "gate_up_proj" and not module.is_concatenated:  # packed in two halves
             found = found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     else:
-        found = states @ (weight if module.is_transposed else weight.T)
-    return found + getattr(module, f"{name}_bias")[expert] if module.has_bias else found
+        counts = torch.unique_consecutive(chosen, return_counts=True)
+        parts = zip(*(numbers.tolist() for numbers in counts), strict=True)
+        of_each = [weights[expert] if module.is_transposed else weights[expert].T for expert, _ in parts]
+        pieces = zip(states.split(counts[1].tolist()), of_each, strict=True)
+        found = torch.cat([some @ weight for some, weight in pieces])
+    return found + getattr(module, f"{name}_bias")[chosen] if module.has_bias else found

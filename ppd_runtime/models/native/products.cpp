@@ -155,6 +155,36 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
   return AOTI_TORCH_SUCCESS;
 }
 
+// Products of each row with its own one of several packed matrices, which differ in their numbers alone.
+AOTITorchError run_chosen(AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
+  const Seen given(states), packed(weights), numbers(chosen);
+  if (!given.is_matrix() || given.dtype != aoti_torch_dtype_float32() || !numbers.is_whole_matrix() ||
+      numbers.sizes[0] != given.sizes[0] || numbers.sizes[1] != 1 || !packed.is_matrix() ||
+      packed.dtype != aoti_torch_dtype_uint8() || packed.sizes[0] < 1)
+    return AOTI_TORCH_FAILURE;
+  const int64_t rows = given.sizes[0], inputs = given.sizes[1], size = packed.sizes[1];
+  const int64_t* numbered = numbers.whole_numbers();
+  auto matrix_of = [&](int64_t number) {
+    return ppd_packed_matrix(static_cast<uint8_t*>(packed.at) + number * size, size, inputs);
+  };
+  const int64_t outputs = matrix_of(0).outputs;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (numbered[row] < 0 || numbered[row] >= packed.sizes[0]) return AOTI_TORCH_FAILURE;
+    const Matrix matrix = matrix_of(numbered[row]);
+    if (!matrix.at || matrix.outputs != outputs) return AOTI_TORCH_FAILURE;
+  }
+  const int64_t sizes[] = {rows, outputs}, strides[] = {outputs, 1};
+  const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
+  if (error != AOTI_TORCH_SUCCESS) return error;
+  float* found = Seen(*result).floats();
+  for (int64_t row = 0, end; row < rows; row = end) {
+    for (end = row + 1; end < rows && numbered[end] == numbered[row];) ++end;
+    const Matrix matrix = matrix_of(numbered[row]);
+    run({&matrix, 1, given.floats() + row * inputs, found + row * outputs, inputs, end - row, outputs}, PACKED);
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
 }  // namespace
 
 extern "C" {
@@ -176,6 +206,13 @@ AOTITorchError aoti_torch_cpu_few_rows_linear_3(
     AtenTensorHandle* result) {
   const AtenTensorHandle weights[] = {first, second, third};
   return run_all(states, weights, 3, result);
+}
+
+// result [rows, outputs] of states [rows, inputs] in float32 and, for each row, the matrix that its number in `chosen`
+// [rows, 1] names, of packed ones, uint8 [matrices, bytes]. Neighbouring rows of one matrix read it once.
+AOTITorchError aoti_torch_cpu_chosen_linear(
+    AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
+  return run_chosen(states, weights, chosen, result);
 }
 
 }  // extern "C"

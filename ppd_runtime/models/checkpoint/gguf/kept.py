@@ -24,7 +24,7 @@ from ppd_runtime.models.native.packing import LAYOUT
 from ppd_runtime.settings.config import GGUF
 
 _FOLDER, _ABOUT = "gguf", "made_of.json"
-_FORMAT = 1
+_FORMAT = 2
 _RECIPE = 0  # its numbers and scales were chosen by another program
 
 
@@ -41,8 +41,8 @@ def is_kept(folder: Path) -> bool:
 def kept_folder(model: str) -> Path:
     """The folder of a GGUF file's model, written if there is none yet.
 
-    Its weights have the file's numbers. Each matrix of few bits keeps its format; tensors that have few bits only in
-    the file, such as stacked experts, become float32.
+    Its weights have the file's numbers. Each matrix of few bits keeps its format, stacked experts' too; tensors that
+    have few bits only in the file, such as gates and ups in two formats, become float32.
 
     Args:
         model: the file's path, as it was given.
