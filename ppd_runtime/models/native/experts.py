@@ -19,12 +19,12 @@ _FEW_BITS = "ppd_few_bits"
 
 
 def _like_chosen(states: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    return states.new_empty(states.shape[0], packed_as(weights[0]).outputs)
+    return states.new_empty(chosen.numel(), packed_as(weights[0]).outputs)
 
 
 chosen_product = Operator("chosen_linear", ("states", "weights", "chosen"), (), _like_chosen)
-"""`[rows, outputs]` of states, `[rows, inputs]` in float32, and for each row the one of several packed matrices, uint8
-`[matrices, bytes]`, that its number in `chosen`, int64 `[rows, 1]`, names. Rows of one matrix belong side by side."""
+"""`[rows * each, outputs]` of states, `[rows, inputs]` in float32, and of those packed matrices, uint8
+`[matrices, bytes]`, that each row's numbers in `chosen`, int64 `[rows, each]`, name. All are contiguous."""
 
 
 def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -61,33 +61,30 @@ def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_index: each token's experts, `[tokens, experts of a token]`.
         top_k_weights: what their outputs are multiplied by, likewise.
     """
-    tokens, each = top_k_index.shape
-    order = top_k_index.flatten().argsort(stable=True)  # so that each expert's rows lie side by side
-    chosen = top_k_index.flatten()[order]
-    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states[order // each], chosen)
+    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outer = _linear(module, "down_proj", inner, chosen)
+    outer = _linear(module, "down_proj", inner, top_k_index.reshape(-1, 1))
     if module.has_post_expert_norm:
         outer = module.post_expert_norm(outer)
-    found = torch.empty_like(outer).index_copy_(0, order, outer).view(tokens, each, -1)
+    found = outer.view(*top_k_index.shape, -1)
     weighted = found * top_k_weights.to(found.dtype)[..., None]
     mixed = weighted[:, 0]
-    for place in range(1, each):
+    for place in range(1, found.shape[1]):
         mixed = mixed + weighted[:, place]
     return mixed
 
 
 def _linear(module: Any, name: str, states: Tensor, chosen: Tensor) -> Tensor:
-    """Each row's product with its expert's matrix, `[rows, outputs]` in the library's order."""
+    """Each row's products with its experts' matrices, `[rows * each, outputs]` in the library's order."""
     weights: Tensor = getattr(module, name)
     if weights.dtype == torch.uint8:
-        found = chosen_product(states.contiguous(), weights, chosen[:, None])
+        found = chosen_product(states.contiguous(), weights, chosen.contiguous())
         if name == "gate_up_proj" and not module.is_concatenated:  # packed in two halves
             found = found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     else:
-        counts = torch.unique_consecutive(chosen, return_counts=True)
-        parts = zip(*(numbers.tolist() for numbers in counts), strict=True)
-        of_each = [weights[expert] if module.is_transposed else weights[expert].T for expert, _ in parts]
-        pieces = zip(states.split(counts[1].tolist()), of_each, strict=True)
-        found = torch.cat([some @ weight for some, weight in pieces])
-    return found + getattr(module, f"{name}_bias")[chosen] if module.has_bias else found
+        matrices, rows = weights if module.is_transposed else weights.mT, states.repeat_interleave(chosen.shape[1], 0)
+        found = rows.new_empty(len(rows), matrices.shape[-1])
+        for expert in chosen.unique().tolist():
+            own = chosen.flatten() == expert
+            found[own] = rows[own] @ matrices[expert]
+    return found + getattr(module, f"{name}_bias")[chosen.flatten()] if module.has_bias else found

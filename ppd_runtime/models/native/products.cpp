@@ -5,6 +5,8 @@
 // ahead, since a core that waits for each line reaches half of the memory's speed.
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
 
 #include "tensors.h"
 #include "tiled_products.h"
@@ -155,32 +157,58 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
   return AOTI_TORCH_SUCCESS;
 }
 
-// Products of each row with its own one of several packed matrices, which differ in their numbers alone.
-AOTITorchError run_chosen(AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
+// A product of so many rows of states, numbered by pairs of a row and a matrix, with one matrix.
+struct Chosen {
+  const float* states;
+  float* result;
+  int64_t each, inputs, outputs;  // `each` pairs of a row are neighbours
+
+  void run_with(const Matrix& matrix, const int64_t* pairs, int64_t count) const {
+    if (count == 1) return run({&matrix, 1, row_of(*pairs), result + *pairs * outputs, inputs, 1, outputs}, PACKED);
+    std::vector<float> some(count * inputs), products(count * outputs);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(&some[i * inputs], row_of(pairs[i]), inputs * sizeof(float));
+    run({&matrix, 1, some.data(), products.data(), inputs, count, outputs}, PACKED);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(result + pairs[i] * outputs, &products[i * outputs], outputs * sizeof(float));
+  }
+
+  const float* row_of(int64_t pair) const { return states + pair / each * inputs; }
+};
+
+AOTITorchError run_chosen(
+    AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
   const Seen given(states), packed(weights), numbers(chosen);
   if (!given.is_matrix() || given.dtype != aoti_torch_dtype_float32() || !numbers.is_whole_matrix() ||
-      numbers.sizes[0] != given.sizes[0] || numbers.sizes[1] != 1 || !packed.is_matrix() ||
-      packed.dtype != aoti_torch_dtype_uint8() || packed.sizes[0] < 1)
+      numbers.sizes[0] != given.sizes[0] || !packed.is_matrix() || packed.dtype != aoti_torch_dtype_uint8())
     return AOTI_TORCH_FAILURE;
-  const int64_t rows = given.sizes[0], inputs = given.sizes[1], size = packed.sizes[1];
+  const int64_t inputs = given.sizes[1], each = numbers.sizes[1], size = packed.sizes[1];
   const int64_t* numbered = numbers.whole_numbers();
-  auto matrix_of = [&](int64_t number) {
-    return ppd_packed_matrix(static_cast<uint8_t*>(packed.at) + number * size, size, inputs);
-  };
-  const int64_t outputs = matrix_of(0).outputs;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (numbered[row] < 0 || numbered[row] >= packed.sizes[0]) return AOTI_TORCH_FAILURE;
-    const Matrix matrix = matrix_of(numbered[row]);
-    if (!matrix.at || matrix.outputs != outputs) return AOTI_TORCH_FAILURE;
+  std::vector<Matrix> matrices;
+  for (int64_t number = 0; number < packed.sizes[0]; ++number) {
+    matrices.push_back(ppd_packed_matrix(static_cast<uint8_t*>(packed.at) + number * size, size, inputs));
+    if (!matrices.back().at || matrices.back().outputs != matrices[0].outputs) return AOTI_TORCH_FAILURE;
   }
-  const int64_t sizes[] = {rows, outputs}, strides[] = {outputs, 1};
+  std::vector<int64_t> pairs(numbers.sizes[0] * each);
+  std::iota(pairs.begin(), pairs.end(), 0);
+  for (const int64_t pair : pairs)
+    if (numbered[pair] < 0 || numbered[pair] >= packed.sizes[0]) return AOTI_TORCH_FAILURE;
+  if (matrices.empty()) return AOTI_TORCH_FAILURE;
+  const int64_t count = pairs.size(), outputs = matrices[0].outputs;
+  const int64_t sizes[] = {count, outputs}, strides[] = {outputs, 1};
   const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
-  float* found = Seen(*result).floats();
-  for (int64_t row = 0, end; row < rows; row = end) {
-    for (end = row + 1; end < rows && numbered[end] == numbered[row];) ++end;
-    const Matrix matrix = matrix_of(numbered[row]);
-    run({&matrix, 1, given.floats() + row * inputs, found + row * outputs, inputs, end - row, outputs}, PACKED);
+  const Chosen products{given.floats(), Seen(*result).floats(), each, inputs, outputs};
+  if (numbers.sizes[0] == 1) {  // all of them read the same states
+    std::vector<Matrix> of_row;
+    for (const int64_t pair : pairs) of_row.push_back(matrices[numbered[pair]]);
+    run({of_row.data(), int(count), products.states, products.result, inputs, 1, count * outputs}, PACKED);
+    return AOTI_TORCH_SUCCESS;
+  }
+  std::stable_sort(pairs.begin(), pairs.end(), [&](int64_t a, int64_t b) { return numbered[a] < numbered[b]; });
+  for (int64_t begin = 0, end; begin < count; begin = end) {
+    for (end = begin + 1; end < count && numbered[pairs[end]] == numbered[pairs[begin]];) ++end;
+    products.run_with(matrices[numbered[pairs[begin]]], &pairs[begin], end - begin);
   }
   return AOTI_TORCH_SUCCESS;
 }
@@ -208,8 +236,8 @@ AOTITorchError aoti_torch_cpu_few_rows_linear_3(
   return run_all(states, weights, 3, result);
 }
 
-// result [rows, outputs] of states [rows, inputs] in float32 and, for each row, the matrix that its number in `chosen`
-// [rows, 1] names, of packed ones, uint8 [matrices, bytes]. Neighbouring rows of one matrix read it once.
+// result [rows * each, outputs] of states [rows, inputs] in float32 and, for each row, the matrices that its numbers in
+// `chosen` [rows, each] name, of packed ones, uint8 [matrices, bytes]. A matrix is read once for all its rows.
 AOTITorchError aoti_torch_cpu_chosen_linear(
     AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
   return run_chosen(states, weights, chosen, result);
