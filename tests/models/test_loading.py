@@ -27,7 +27,8 @@ from ppd_runtime.models.checkpoint.fingerprint import model_fingerprint
 from ppd_runtime.models.checkpoint.loading import load_layers
 from ppd_runtime.models.checkpoint.quantised import packed_file
 from ppd_runtime.models.checkpoint.quantised_folder import quantise_model
-from ppd_runtime.models.compiled.export import layer_for, weights_of
+from ppd_runtime.models.compiled.code_metadata import weights_of
+from ppd_runtime.models.compiled.export import layer_for
 
 ModelFolder = Callable[..., Path]
 Damage = Callable[[Path], object]

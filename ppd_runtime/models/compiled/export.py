@@ -9,14 +9,12 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import json
 import logging
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ppd_runtime.files.cache_folder import artifact, capabilities, ingredients_name
 from ppd_runtime.models.checkpoint.config import without_weights
-from ppd_runtime.models.compiled import joined_products, programs
+from ppd_runtime.models.compiled import code_metadata, joined_products, programs
+from ppd_runtime.models.compiled.code_metadata import metadata_of, tensors_of, weights_of
 from ppd_runtime.models.compiled.compiler_apart import compiler_apart
 from ppd_runtime.models.compiled.compiler_options import compiler_options
 from ppd_runtime.models.compiled.joined_products import join_products
@@ -50,13 +49,13 @@ from ppd_runtime.models.compiled.programs import (
     own_attention,
 )
 from ppd_runtime.models.compiled.toolkit import check_toolkit, toolkit
-from ppd_runtime.models.native import attention, products
+from ppd_runtime.models.native import attention, experts, products
 from ppd_runtime.models.native import library as native
 from ppd_runtime.models.native.attention import few_tokens_attention
+from ppd_runtime.models.native.experts import choose_few_bits_experts, chosen_product
 from ppd_runtime.models.native.few_bits_attention import FEW_BITS
-from ppd_runtime.models.native.layers import READS_MASK
 from ppd_runtime.models.native.linear import with_floats
-from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product, product_weights
+from ppd_runtime.models.native.products import MOST_ROWS, PRODUCTS, few_rows_linear, product
 from ppd_runtime.models.pass_kinds import PassKind
 from ppd_runtime.models.stage import arithmetic, caches, decoder_parts, library_probe, slicing
 from ppd_runtime.models.stage.caches import ATTENDED_ROWS, PreallocatedLayer, SomeLayersCache
@@ -68,10 +67,6 @@ from ppd_runtime.models.stage.slicing import FinalHead, decoder_of, with_head_ro
 logger = logging.getLogger(__name__)
 MOST_SEVERAL = 15
 """Tokens of a compiled pass: more run in several, for the library's code rounds differently."""
-READ_BY_PRODUCTS = "read_by_products"
-"""What a file says of itself: the weights, by name, that nothing but `few_rows_linear` reads, in JSON."""
-DTYPES = "dtypes"
-"""And the dtypes of its inputs, the weights' last: code that is given others reads their bytes as these."""
 _GROUPED_ATTENTION, _FEW_TOKENS_ATTENTION = "ppd_grouped_sdpa", "ppd_few_tokens"
 _MOST_ROWS = 2**24
 _ALIGNED = 8  # PyTorch's attention on GPUs takes masks of rows that it knows to be a multiple of this
@@ -168,17 +163,6 @@ def layer_for(model: PreTrainedModel, index: int, passes: int, scale: str | None
     return decoder_of(model, piece, scale)
 
 
-def weights_of(piece: nn.Module) -> dict[str, Tensor]:
-    """All that a piece of one layer computes with, by name; the embedding is not part of it."""
-    return {name: tensor.detach() for name, tensor in _tensors(piece)}
-
-
-def _tensors(piece: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in chain(piece.named_parameters(), piece.named_buffers()):
-        if not name.startswith("embed_tokens."):
-            yield name, tensor
-
-
 def _layer_part(
     model: PreTrainedModel,
     index: int,
@@ -224,12 +208,14 @@ def _compile(
         with warnings.catch_warnings(), _without_tracebacks(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = _export(make, index, window, dtype, device, passes)
-            options, told = compiler_options(device, passes), dict[str, Any]({DTYPES: _dtypes(program)})
-            if native.is_available(device, dtype):
-                shims = {operator.in_graphs(): [operator.shim] for operator in (*PRODUCTS, few_tokens_attention)}
+            options = compiler_options(device, passes)
+            if own := native.is_available(device, dtype):
+                shims = {
+                    operator.in_graphs(): [operator.shim]
+                    for operator in (*PRODUCTS, chosen_product, few_tokens_attention)
+                }
                 options["aot_inductor.custom_ops_to_c_shims"] = shims
-                told |= {READ_BY_PRODUCTS: _read_by_products(make(), program), READS_MASK: _reads_mask(program)}
-            options["aot_inductor.metadata"] = {name: json.dumps(value) for name, value in told.items()}
+            options["aot_inductor.metadata"] = metadata_of(program, make() if own else None)
             with compiler_apart(), toolkit() if device.type == "cuda" else contextlib.nullcontext():
                 torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     except Exception as error:  # exporting and compiling raise whatever an architecture provokes
@@ -261,7 +247,9 @@ def _export(
         piece = make()
         own = native.is_available(device, dtype)
         _choose_attention(piece, _FEW_TOKENS_ATTENTION if own else _GROUPED_ATTENTION)
-        weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in _tensors(piece)}
+        if own:
+            choose_few_bits_experts(piece, in_graphs=True)
+        weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors_of(piece)}
         layer, inputs, shapes = _example(piece, weights, index, window, dtype, passes, own)
     with _FewRows() if own else contextlib.nullcontext():
         program = torch.export.export(layer, inputs, dynamic_shapes=shapes, strict=False)
@@ -320,28 +308,6 @@ class _FewRows(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _read_by_products(piece: nn.Module, program: torch.export.ExportedProgram) -> list[str]:
-    """The weights of linear layers that nothing else in the graph reads."""
-    inputs, names = [node for node in program.graph.nodes if node.op == "placeholder"], list(weights_of(piece))
-    readers = dict(zip(names, inputs[-len(names) :], strict=True))  # the weights are the last inputs
-    operators = {operator.in_graphs() for operator in PRODUCTS}
-    return [
-        name
-        for name in sorted(product_weights(piece) & set(names))
-        if all(user.target in operators for user in readers[name].users)
-    ]
-
-
-def _dtypes(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(node.meta["val"].dtype) for node in program.graph.nodes if node.op == "placeholder"]
-
-
-def _reads_mask(program: torch.export.ExportedProgram) -> bool:
-    """Whether it is a pass with a mask, made of the position or given."""
-    inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
-    return not inputs.isdisjoint(("position", "mask"))
-
-
 def _example_rows(piece: nn.Module, weights: dict[str, Tensor], index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the shapes that the layer writes, in memory of their own: of a cache's, a compiler that wonders whether
     keys and values overlap would find the most rows at which they do not.
@@ -389,7 +355,7 @@ def _constants(piece: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 def _versions(model_class: type, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     of_stage = [arithmetic, library_probe, caches, decoder_parts, slicing]
-    modules = [*of_stage, programs, joined_products, native, attention, products]
+    modules = [*of_stage, programs, code_metadata, joined_products, native, attention, experts, products]
     sources = [__file__, inspect.getfile(model_class), *map(inspect.getfile, modules)]
     return {
         "dtype": str(dtype),

@@ -18,16 +18,14 @@ from transformers import PreTrainedModel
 from ppd_runtime.files.checksummed import is_whole
 from ppd_runtime.files.large_pages import in_large_pages
 from ppd_runtime.models.compiled.aoti_passes import LaunchedPasses
+from ppd_runtime.models.compiled.code_metadata import DTYPES, READ_BY_PRODUCTS, weights_of
 from ppd_runtime.models.compiled.export import (
-    DTYPES,
     MOST_SEVERAL,
-    READ_BY_PRODUCTS,
     compile_head,
     compile_layers,
     compile_part,
     compile_part_head,
     layer_for,
-    weights_of,
 )
 from ppd_runtime.models.native.drafts import ChainDrafting, PassVariants, Verification
 from ppd_runtime.models.native.layers import NativePasses, calls_python

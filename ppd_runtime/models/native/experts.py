@@ -5,26 +5,26 @@ run. A parameter may be packed, uint8 `[experts, bytes]`, or floats.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ppd_runtime.models.native.library import Operator
-from ppd_runtime.models.native.packing import packed_as
 
-_FEW_BITS = "ppd_few_bits"
+_FEW_BITS, _IN_GRAPHS = "ppd_few_bits", "ppd_few_bits_in_graphs"
 
 
 def _like_chosen(states: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    return states.new_empty(chosen.numel(), packed_as(weights[0]).outputs)
+    return states.new_empty(chosen.numel(), weights.shape[1])
 
 
 chosen_product = Operator("chosen_linear", ("states", "weights", "chosen"), (), _like_chosen)
-"""`[rows * each, outputs]` of states, `[rows, inputs]` in float32, and of those packed matrices, uint8
-`[matrices, bytes]`, that each row's numbers in `chosen`, int64 `[rows, each]`, name. All are contiguous."""
+"""`[rows * each, outputs]` of states, `[rows, inputs]` in float32, and of those matrices that each row's numbers in
+`chosen`, int64 `[rows, each]`, name: packed ones, uint8 `[matrices, bytes]`, or `[matrices, outputs, inputs]` as
+`product` takes one. All are contiguous."""
 
 
 def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -40,19 +40,22 @@ def stacked_experts(model: nn.Module) -> Mapping[str, nn.Parameter]:
     }
 
 
-def choose_few_bits_experts(model: PreTrainedModel) -> None:
-    """Make a float32 model on a CPU run its experts this way."""
-    ALL_EXPERTS_FUNCTIONS.register(_FEW_BITS, few_bits_experts)
+def choose_few_bits_experts(model: nn.Module, in_graphs: bool = False) -> None:
+    """Make a float32 model on a CPU run its experts this way, or have a graph of it do so."""
+    name = _IN_GRAPHS if in_graphs else _FEW_BITS
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(few_bits_experts, in_graphs=in_graphs))
     for module in filter(_is_stacked, model.modules()):
         config: Any = module.config
-        config._experts_implementation = _FEW_BITS
+        config._experts_implementation = name
 
 
 def _is_stacked(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
-def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def few_bits_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, in_graphs: bool = False
+) -> Tensor:
     """The library's experts, up to rounding. A token's bits do not depend on the tokens beside it.
 
     Args:
@@ -60,10 +63,12 @@ def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         hidden_states: `[tokens, hidden_size]`.
         top_k_index: each token's experts, `[tokens, experts of a token]`.
         top_k_weights: what their outputs are multiplied by, likewise.
+        in_graphs: a graph is made, for packed matrices and floats.
     """
-    inner = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
+    linear = partial(_in_graph if in_graphs else _linear, module)
+    inner = linear("gate_up_proj" if module.has_gate else "up_proj", hidden_states, top_k_index)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outer = _linear(module, "down_proj", inner, top_k_index.reshape(-1, 1))
+    outer = linear("down_proj", inner, top_k_index.reshape(-1, 1))
     if module.has_post_expert_norm:
         outer = module.post_expert_norm(outer)
     found = outer.view(*top_k_index.shape, -1)
@@ -72,6 +77,13 @@ def few_bits_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     for place in range(1, found.shape[1]):
         mixed = mixed + weighted[:, place]
     return mixed
+
+
+def _in_graph(module: Any, name: str, states: Tensor, chosen: Tensor) -> Tensor:
+    if module.is_transposed:
+        raise NotImplementedError("its experts' matrices are turned")
+    found: Tensor = chosen_product.in_graphs()(states.contiguous(), getattr(module, name), chosen.contiguous())
+    return found + getattr(module, f"{name}_bias")[chosen.flatten()] if module.has_bias else found
 
 
 def _linear(module: Any, name: str, states: Tensor, chosen: Tensor) -> Tensor:

@@ -157,18 +157,37 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
   return AOTI_TORCH_SUCCESS;
 }
 
+// The matrices in one tensor: packed ones, uint8 [matrices, bytes], or [matrices, outputs, inputs] as a weight is; none if
+// they are something else, or differ in outputs.
+std::vector<Matrix> matrices_in(const Seen& weights, int64_t inputs, Kind* kind) {
+  if (weights.rank < 2) return {};
+  Seen one = weights;
+  --one.rank, ++one.sizes, ++one.strides;
+  std::vector<Matrix> matrices(weights.sizes[0]);
+  const bool is_packed = weights.dtype == aoti_torch_dtype_uint8();
+  for (int64_t number = 0; number < weights.sizes[0]; ++number) {
+    *kind = kind_of(one, inputs, &matrices[number]);
+    if (*kind == NONE || matrices[number].outputs != matrices[0].outputs) return {};
+    const int64_t size = is_packed ? one.sizes[0] : matrices[0].outputs * matrices[0].row_bytes;
+    if (weights.sizes[0] > 1 && weights.strides[0] * (is_packed ? 1 : matrices[0].row_bytes / inputs) != size) return {};
+    one.at = static_cast<uint8_t*>(one.at) + size;
+  }
+  return matrices;
+}
+
 // A product of so many rows of states, numbered by pairs of a row and a matrix, with one matrix.
 struct Chosen {
+  Kind kind;
   const float* states;
   float* result;
   int64_t each, inputs, outputs;  // `each` pairs of a row are neighbours
 
   void run_with(const Matrix& matrix, const int64_t* pairs, int64_t count) const {
-    if (count == 1) return run({&matrix, 1, row_of(*pairs), result + *pairs * outputs, inputs, 1, outputs}, PACKED);
+    if (count == 1) return run({&matrix, 1, row_of(*pairs), result + *pairs * outputs, inputs, 1, outputs}, kind);
     std::vector<float> some(count * inputs), products(count * outputs);
     for (int64_t i = 0; i < count; ++i)
       std::memcpy(&some[i * inputs], row_of(pairs[i]), inputs * sizeof(float));
-    run({&matrix, 1, some.data(), products.data(), inputs, count, outputs}, PACKED);
+    run({&matrix, 1, some.data(), products.data(), inputs, count, outputs}, kind);
     for (int64_t i = 0; i < count; ++i)
       std::memcpy(result + pairs[i] * outputs, &products[i * outputs], outputs * sizeof(float));
   }
@@ -178,31 +197,28 @@ struct Chosen {
 
 AOTITorchError run_chosen(
     AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
-  const Seen given(states), packed(weights), numbers(chosen);
+  const Seen given(states), numbers(chosen);
   if (!given.is_matrix() || given.dtype != aoti_torch_dtype_float32() || !numbers.is_whole_matrix() ||
-      numbers.sizes[0] != given.sizes[0] || !packed.is_matrix() || packed.dtype != aoti_torch_dtype_uint8())
+      numbers.sizes[0] != given.sizes[0])
     return AOTI_TORCH_FAILURE;
-  const int64_t inputs = given.sizes[1], each = numbers.sizes[1], size = packed.sizes[1];
+  const int64_t inputs = given.sizes[1], each = numbers.sizes[1];
   const int64_t* numbered = numbers.whole_numbers();
-  std::vector<Matrix> matrices;
-  for (int64_t number = 0; number < packed.sizes[0]; ++number) {
-    matrices.push_back(ppd_packed_matrix(static_cast<uint8_t*>(packed.at) + number * size, size, inputs));
-    if (!matrices.back().at || matrices.back().outputs != matrices[0].outputs) return AOTI_TORCH_FAILURE;
-  }
+  Kind kind = NONE;
+  const std::vector<Matrix> matrices = matrices_in(Seen(weights), inputs, &kind);
+  if (matrices.empty()) return AOTI_TORCH_FAILURE;
   std::vector<int64_t> pairs(numbers.sizes[0] * each);
   std::iota(pairs.begin(), pairs.end(), 0);
   for (const int64_t pair : pairs)
-    if (numbered[pair] < 0 || numbered[pair] >= packed.sizes[0]) return AOTI_TORCH_FAILURE;
-  if (matrices.empty()) return AOTI_TORCH_FAILURE;
+    if (numbered[pair] < 0 || numbered[pair] >= int64_t(matrices.size())) return AOTI_TORCH_FAILURE;
   const int64_t count = pairs.size(), outputs = matrices[0].outputs;
   const int64_t sizes[] = {count, outputs}, strides[] = {outputs, 1};
   const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
-  const Chosen products{given.floats(), Seen(*result).floats(), each, inputs, outputs};
+  const Chosen products{kind, given.floats(), Seen(*result).floats(), each, inputs, outputs};
   if (numbers.sizes[0] == 1) {  // all of them read the same states
     std::vector<Matrix> of_row;
     for (const int64_t pair : pairs) of_row.push_back(matrices[numbered[pair]]);
-    run({of_row.data(), int(count), products.states, products.result, inputs, 1, count * outputs}, PACKED);
+    run({of_row.data(), int(count), products.states, products.result, inputs, 1, count * outputs}, kind);
     return AOTI_TORCH_SUCCESS;
   }
   std::stable_sort(pairs.begin(), pairs.end(), [&](int64_t a, int64_t b) { return numbered[a] < numbered[b]; });
@@ -237,7 +253,7 @@ AOTITorchError aoti_torch_cpu_few_rows_linear_3(
 }
 
 // result [rows * each, outputs] of states [rows, inputs] in float32 and, for each row, the matrices that its numbers in
-// `chosen` [rows, each] name, of packed ones, uint8 [matrices, bytes]. A matrix is read once for all its rows.
+// `chosen` [rows, each] name, as `matrices_in` has them. A matrix is read once for all its rows.
 AOTITorchError aoti_torch_cpu_chosen_linear(
     AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
   return run_chosen(states, weights, chosen, result);

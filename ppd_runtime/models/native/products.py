@@ -64,9 +64,12 @@ def few_rows_linear(
 
 
 def in_half_the_memory(weight: Tensor) -> Tensor | None:
-    """A weight in bfloat16, as `in_tiles` gives it; None where one of its numbers would change."""
+    """A weight, or several in one tensor, in bfloat16 as `in_tiles` gives it; None where one of the numbers would
+    change."""
     half = weight.to(torch.bfloat16)
-    return in_tiles(half) if torch.equal(half.to(weight.dtype), weight) else None
+    if not torch.equal(half.to(weight.dtype), weight):
+        return None
+    return in_tiles(half) if half.dim() == 2 else torch.stack([in_tiles(each) for each in half])
 
 
 def same_numbers(half: Tensor, weight: Tensor) -> bool:
