@@ -1,10 +1,13 @@
 """Layers with packed weights for the library's models; see `packing`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ppd_runtime.models.native.formats import NumberFormat
 from ppd_runtime.models.native.packing import as_floats, pack, packed_as, rows_in_floats, unpack
 from ppd_runtime.models.native.products import product
 from ppd_runtime.models.native.quantising import quantise_roughly
@@ -34,6 +37,11 @@ class QuantisedLinear(nn.Module):
         """A layer with these outputs alone."""
         weight = pack(unpack(self.weight.detach(), chosen))
         return QuantisedLinear(weight, None if self.bias is None else self.bias[list(chosen)])
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.out_features, self.in_features
 
     def packed(self, matrix: Tensor) -> Tensor:
         """Another matrix of the same shape, in floats, packed roughly in this layer's format."""
@@ -87,7 +95,7 @@ def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
         if (shape := _shape_for(module, weight)) != (expected := getattr(module, attribute).shape):
             raise ValueError(f"weights: {name} is {list(shape)}, not {list(expected)}")
         if weight.dim() > 1:
-            setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
+            setattr(module, attribute, _of_experts(weight))
             continue
         assert isinstance(module, nn.Linear | nn.Embedding)
         taken: nn.Module
@@ -97,6 +105,28 @@ def take_packed(model: nn.Module, packed: Mapping[str, Tensor]) -> None:
             taken = QuantisedEmbedding(weight, module)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, taken)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """What one of the matrices in a parameter of stacked experts, uint8 `[experts, bytes]`, is."""
+
+    form: NumberFormat
+    matrix_shape: tuple[int, int]
+    """Outputs and inputs."""
+    experts: int
+
+    def packed(self, matrix: Tensor) -> Tensor:
+        """A parameter in which each expert has this matrix, in floats, packed roughly in this format."""
+        return pack(quantise_roughly(matrix, self.form)).expand(self.experts, -1)
+
+
+def _of_experts(weights: Tensor) -> nn.Parameter:
+    """A parameter whose attribute `packing` says what its matrices are, where it has no memory, too."""
+    parameter: Any = nn.Parameter(weights, requires_grad=False)
+    form, outputs, inputs = packed_as(weights[0])
+    parameter.packing = PackedExperts(form, (outputs, inputs), len(weights))
+    return parameter
 
 
 def _shape_for(module: nn.Module, weight: Tensor) -> tuple[int, ...]:

@@ -164,13 +164,11 @@ std::vector<Matrix> matrices_in(const Seen& weights, int64_t inputs, Kind* kind)
   Seen one = weights;
   --one.rank, ++one.sizes, ++one.strides;
   std::vector<Matrix> matrices(weights.sizes[0]);
-  const bool is_packed = weights.dtype == aoti_torch_dtype_uint8();
   for (int64_t number = 0; number < weights.sizes[0]; ++number) {
     *kind = kind_of(one, inputs, &matrices[number]);
     if (*kind == NONE || matrices[number].outputs != matrices[0].outputs) return {};
-    const int64_t size = is_packed ? one.sizes[0] : matrices[0].outputs * matrices[0].row_bytes;
-    if (weights.sizes[0] > 1 && weights.strides[0] * (is_packed ? 1 : matrices[0].row_bytes / inputs) != size) return {};
-    one.at = static_cast<uint8_t*>(one.at) + size;
+    const int64_t bytes = *kind == PACKED ? 1 : matrices[number].row_bytes / std::max<int64_t>(inputs, 1);
+    one.at = static_cast<uint8_t*>(one.at) + weights.strides[0] * bytes;
   }
   return matrices;
 }

@@ -82,7 +82,8 @@ def _sample_weights(layer: nn.Module, hidden_size: int) -> dict[int, Tensor]:
     scale = 2.0 ** (1 - round(math.log2(hidden_size) / 2))  # a sub-layer adds about as much as it is given
     tensors = list(layer.state_dict(keep_vars=True).values())
     packing: dict[int, Any] = {id(module.weight): module for module in layer.modules() if hasattr(module, "packed")}
-    shapes = [_matrix_shape(packing[id(t)]) if id(t) in packing else tuple(t.shape) for t in tensors]
+    packing |= {id(tensor): tensor.packing for tensor in tensors if hasattr(tensor, "packing")}
+    shapes = [packing[id(t)].matrix_shape if id(t) in packing else tuple(t.shape) for t in tensors]
     size = max(map(math.prod, shapes)) + _APART * len(tensors)
     numbers = _drawn(_PERIOD).repeat(-(-size // _PERIOD)) * (scale / _LARGEST)
     likes = {(tensor.device, tensor.dtype) for tensor in tensors if id(tensor) not in packing}
@@ -103,10 +104,6 @@ def _smallest_matrix(shapes: Mapping[int, tuple[int, ...]]) -> int | None:
     """The index of the smallest shape with at least two dimensions, the last among equals."""
     matrices = [i for i, shape in shapes.items() if len(shape) > 1]
     return min(reversed(matrices), key=lambda i: math.prod(shapes[i]), default=None)
-
-
-def _matrix_shape(linear: Any) -> tuple[int, int]:
-    return linear.out_features, linear.in_features
 
 
 def _drawn(size: int) -> Tensor:
