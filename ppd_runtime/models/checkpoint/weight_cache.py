@@ -48,7 +48,7 @@ _UNUSED_S = 14 * 24 * 3600.0
 _ORPHANED_S = 600.0
 """Making a copy removes copies unused for `_UNUSED_S`, or for `_ORPHANED_S` if the model has gone or changed, and
 leftovers of killed makers."""
-_FORMAT = 1
+_FORMAT = 2
 _SUFFIX = ".safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"U8": torch.uint8}
@@ -222,7 +222,7 @@ def _content(
     yield header_of({name: (dtype, shape) for name, shape in shapes.items()}, about)
     for name in shapes:
         tensor = file.get_tensor(name).to(dtype)
-        yield bytes_of(in_tiles(tensor) if tiled and tensor.dim() == 2 else tensor)
+        yield bytes_of(in_tiles(tensor) if tiled and tensor.dim() in (2, 3) else tensor)
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[bytearray]:

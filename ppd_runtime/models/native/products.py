@@ -64,18 +64,17 @@ def few_rows_linear(
 
 
 def in_half_the_memory(weight: Tensor) -> Tensor | None:
-    """A weight, or several in one tensor, in bfloat16 as `in_tiles` gives it; None where one of the numbers would
-    change."""
+    """A weight in bfloat16, as `in_tiles` gives it; None where one of its numbers would change."""
     half = weight.to(torch.bfloat16)
-    if not torch.equal(half.to(weight.dtype), weight):
-        return None
-    return in_tiles(half) if half.dim() == 2 else torch.stack([in_tiles(each) for each in half])
+    return in_tiles(half) if torch.equal(half.to(weight.dtype), weight) else None
 
 
 def same_numbers(half: Tensor, weight: Tensor) -> bool:
     """Whether a matrix in bfloat16, as `in_tiles` gives it, holds just what `weight` does."""
     if half.shape != weight.shape:
         return False
+    if half.dim() > 2:
+        return all(map(same_numbers, half, weight))
     rows = TILE * max(1, _COMPARED_AT_ONCE // max(1, weight[:TILE].numel()))  # a whole copy's memory would be kept
     pairs = (
         (tiled, part, part.to(half.dtype)) for tiled, part in zip(half.split(rows), weight.split(rows), strict=True)
@@ -84,10 +83,13 @@ def same_numbers(half: Tensor, weight: Tensor) -> bool:
 
 
 def in_tiles(matrix: Tensor) -> Tensor:
-    """A matrix in bfloat16 with its numbers in the order in which `product` reads them, which `bfloat16.cpp` describes.
+    """A matrix in bfloat16 with its numbers in the order in which `product` reads them, which `bfloat16.cpp` describes;
+    or several, `[matrices, outputs, inputs]`.
 
     The shape says nothing of that order: only `product` may read the result.
     """
+    if matrix.dim() > 2:
+        return torch.stack([in_tiles(each) for each in matrix])
     outputs, inputs = matrix.shape
     paired, whole = inputs - inputs % 2, outputs - outputs % TILE
     parts = []
