@@ -145,7 +145,7 @@ def choose_dtype(dtype: str, device: str, info: ModelInfo, threads: int = 1, *, 
     if device == "cpu":
         layer = decoder_in(skeleton_of(config, 1)).layers[0]
         own_products = compiled and native.is_available(torch.device(device), torch.float32)
-        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # stacked experts would take twice the memory
+        matrices = all(weight.dim() <= 2 for weight in layer.parameters())  # experts would take more memory
         if own_products and matrices and config.dtype == torch.bfloat16:
             chosen = torch.float32
         else:
