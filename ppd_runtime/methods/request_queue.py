@@ -48,9 +48,8 @@ class Place:
         return self.waits_since is not None and self.runs_since is None
 
     def tell(self) -> None:
-        """Call `at_turn`, once."""
-        if at_turn := self.at_turn:
-            self.at_turn = None
+        """Call `at_turn`, once, whichever thread comes first."""
+        if at_turn := vars(self).pop("at_turn", None):
             at_turn()
 
 

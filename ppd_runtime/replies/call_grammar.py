@@ -19,6 +19,9 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STRING = {"type", "title", "description", "default", "examples"}
 """What a string's schema may say if any text obeys it."""
 
+_PUT_TOGETHER = {"$ref", "allOf", "anyOf", "oneOf"}
+_BESIDE_REFERENCES = {"$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description"}
+_MOST_REFERENCES = 20
 _LONE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _LINE_END = r'"\n"'
 
@@ -44,7 +47,8 @@ def call_grammar(
     Raises:
         ValueError: for arguments that the form cannot keep to their schema, and as `thought_then`.
     """
-    return _Grammar(special).of(form, schemas, several, thinking, None if text is None else _body(text))
+    looked_up = {name: _looked_up(schema) for name, schema in schemas.items()}
+    return _Grammar(special).of(form, looked_up, several, thinking, None if text is None else _body(text))
 
 
 def thought_then(form: Form, thinking: Thinking, special: Special) -> str:
@@ -209,5 +213,25 @@ def _until(end: str) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of arguments; if it does not say whether there may be others, there are none."""
+    """A schema of arguments; if it does not say whether there may be others, there are none.
+
+    One that is put together of others says elsewhere which there are.
+    """
+    if _PUT_TOGETHER & schema.keys():
+        return {"type": "object", **schema}
     return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
+
+
+def _looked_up(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema whose root refers to one of its own definitions as what stands there; any other as it is."""
+    for _ in range(_MOST_REFERENCES):
+        place = schema.get("$ref")
+        if not isinstance(place, str) or not place.startswith("#/") or schema.keys() - _BESIDE_REFERENCES:
+            break
+        found: Any = schema
+        for part in place.removeprefix("#/").split("/"):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            break
+        schema = {**{name: value for name, value in schema.items() if name != "$ref"}, **found}
+    return schema

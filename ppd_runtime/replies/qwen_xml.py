@@ -79,10 +79,14 @@ class QwenXml(Reader):
         if kind == "string":
             return False
         try:
-            json.loads(text)
+            json.loads(text, parse_constant=_no_number)
         except (ValueError, RecursionError):
             return False
         return True
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _as_json(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ppd_runtime.async_runtime import AsyncDecoding
@@ -219,9 +219,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _sent(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await while_connected(receive, self._send_events(send, scope["state"]["request_id"]))
-        except (ClientGone, OSError):
+        except ClientGone:
             return
         finally:
             self._room.close()
@@ -230,7 +230,7 @@ class EventStream(Response):
         answer, results = self._answer, dict[int, GenerationResult]()
 
         async def tell(chunk: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": answer.event(chunk), "more_body": True})
+            await _sent(send, {"type": "http.response.body", "body": answer.event(chunk), "more_body": True})
 
         try:
             for number in range(len(self._generations)):
@@ -250,17 +250,25 @@ class EventStream(Response):
                 await tell(chunk)
         except ApiError as error:  # the status is told already
             await tell(answer.failure(error))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             if isinstance(error, RequestError) and error.fault_of_form:
                 await tell(answer.failure(self._asked.form_failed(error)))
             else:
                 logger.error("request %s failed: %s", request_id, error)
                 await tell(answer.failure(ApiError(500, str(error))))
-        await send({"type": "http.response.body", "body": answer.last, "more_body": False})
+        await _sent(send, {"type": "http.response.body", "body": answer.last, "more_body": False})
 
 
 class ClientGone(Exception):
     """The answer is no longer waited for."""
+
+
+async def _sent(send: Send, message: Message) -> None:
+    """Send a part of an answer; raises ClientGone if the connection has gone."""
+    try:
+        await send(message)
+    except OSError as error:
+        raise ClientGone from error
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:

@@ -201,6 +201,20 @@ def test_arguments_that_cannot_be_kept_to_are_refused(
         plain.chat([USER], chat_template=TEMPLATES[form], tools=[tool], tool_choice="f")
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_arguments_may_be_described_elsewhere(plain: OrdinaryDecoding, form: str) -> None:
+    """As pydantic describes a model of one field that is a model."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Zug", "Bern"]}}, "required": ["city"]}
+    shapes = [{"$defs": {"a/b": city, "c": {"$ref": "#/$defs/a~1b"}}, "$ref": "#/$defs/c"}]
+    closed = {**city, "additionalProperties": False}
+    shapes += [{"anyOf": [closed]}, {"allOf": [closed]}] if form == "hermes" else []
+    for parameters in shapes:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        asked = {"chat_template": TEMPLATES[form], "tools": [tool], "tool_choice": "f", **MOST}
+        (call,) = plain.chat([USER], **asked).message.tool_calls
+        assert json.loads(call.arguments)["city"] in ("Zug", "Bern"), parameters
+
+
 def test_a_form_of_answers_is_not_that_of_required_calls(plain: OrdinaryDecoding) -> None:
     asked = {"chat_template": TEMPLATES["hermes"], "tools": TOOLS, "tool_choice": "required", "max_new_tokens": 20}
     assert plain.chat([USER], regex="a+", **asked).token_ids == plain.chat([USER], **asked).token_ids

@@ -132,6 +132,12 @@ REPLIES = {
         None,
         [("g", "{}")],
     ),
+    "Qwen3-Coder's numbers that JSON has not": (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=b>\nNaN\n</parameter>\n</function>\n</tool_call>",
+        None,
+        [("f", '{"b": "NaN"}')],
+    ),
     "Qwen3-Coder's text": ("qwen3_coder", "<tool_call> is a mark", "<tool_call> is a mark", []),
     "gpt-oss' call": ("gpt_oss", TO_F, None, [("f", '{"a": "x"}')]),
     "gpt-oss' call in the role": (

@@ -104,3 +104,18 @@ def test_tokens_that_the_model_lacks_are_refused_with_a_line(tmp_path: Path) -> 
             assert answer.status_code == 400, path
             assert "300" in answer.json()["error"]["message"]
         assert server.post("/v1/completions", prompt="a").status_code == 200
+
+
+class Unreadable(OrdinaryDecoding):
+    """Decoding whose files are gone."""
+
+    def _steps(self, *_: object) -> Any:
+        raise OSError(5, "Input/output error")
+        yield
+
+
+def test_an_error_of_a_file_is_not_taken_for_a_client_that_left(whole: tuple[Path, tuple[int, ...]]) -> None:
+    with running(Unreadable(whole[0], dtype="float32")) as server, server.client() as client:
+        answer = client.post("/v1/completions", json={**ASKED, "stream": True}).text
+        assert "Input/output error" in json.loads(answer.split("\n\n")[0].removeprefix("data: "))["error"]["message"]
+        assert server.taken == 0
