@@ -5,6 +5,8 @@ be the one that the same conversation gets without the client: so the model read
 """
 
 import asyncio
+import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,6 +74,13 @@ class Made(list[tuple[str, str]]):
         """Note a call whose arguments are as the client gives them, if they obey the schema; its result."""
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
         return self.noted(name, MODELS[name].model_validate(given).city)
+
+
+def client_of(name: str, reason: str) -> Any:
+    """A client's package; one that is installed and cannot be imported fails the test."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(reason)
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +211,7 @@ def test_openais_responses(client: openai.OpenAI, made: Made, check: Callable, s
 @nightly
 @pytest.mark.parametrize("of_responses", [False, True])
 def test_openai_agents(base_url: str, made: Made, check: Callable, of_responses: bool) -> None:
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed: make .venv/clients.stamp")
+    agents = client_of("agents", "openai-agents is not installed: make .venv/clients.stamp")
     agents.set_tracing_disabled(True)
 
     class OneAfterTheOther(agents.RunHooks):
@@ -228,7 +237,7 @@ def test_openai_agents(base_url: str, made: Made, check: Callable, of_responses:
 @nightly
 @pytest.mark.parametrize("of_responses", [False, True])
 def test_langchain(base_url: str, made: Made, check: Callable, of_responses: bool) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    langchain = client_of("langchain_openai", "langchain-openai is not installed")
     from langchain_core.messages import HumanMessage
     from langchain_core.tools import tool
 
@@ -246,7 +255,7 @@ def test_langchain(base_url: str, made: Made, check: Callable, of_responses: boo
 @nightly
 def test_litellm(base_url: str, made: Made, check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    litellm = client_of("litellm", "litellm is not installed")
     messages: list[Any] = [USER]
 
     def answered(**settings: Any) -> Any:
@@ -264,7 +273,7 @@ def test_litellm(base_url: str, made: Made, check: Callable, monkeypatch: pytest
 @nightly
 @pytest.mark.parametrize("of_responses", [False, True])
 def test_pydantic_ai(base_url: str, made: Made, check: Callable, of_responses: bool) -> None:
-    pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
+    pydantic_ai = client_of("pydantic_ai", "pydantic-ai is not installed")
     from pydantic_ai.capabilities import AbstractCapability
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -282,7 +291,7 @@ def test_pydantic_ai(base_url: str, made: Made, check: Callable, of_responses: b
 
 @nightly
 def test_instructor(client: openai.OpenAI, made: Made, check: Callable) -> None:
-    instructor = pytest.importorskip("instructor", reason="instructor is not installed")
+    instructor = client_of("instructor", "instructor is not installed")
     patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
     messages: list[Any] = [USER]
     for name, model in MODELS.items():
@@ -301,7 +310,7 @@ def test_instructor(client: openai.OpenAI, made: Made, check: Callable) -> None:
 
 @nightly
 def test_anthropics_messages(served: Served, made: Made, check: Callable) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    anthropic = client_of("anthropic", "anthropic is not installed")
     messages: list[Any] = [USER]
     tools = [
         {"name": name, "description": model.__doc__, "input_schema": model.model_json_schema()}
