@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ppd_runtime.replies.reader import Thinking
-from ppd_runtime.sampling.grammar import WHITESPACE, Form
+from ppd_runtime.sampling.grammar import WHITESPACE, Form, check_multiples
 
 Special = Mapping[str, int]
 """Ids of the tokenizer's special tokens, which a grammar names by their ids."""
@@ -48,6 +48,7 @@ def call_grammar(
         ValueError: for arguments that the form cannot keep to their schema, and as `thought_then`.
     """
     looked_up = {name: _looked_up(schema) for name, schema in schemas.items()}
+    check_multiples("tools", list(looked_up.values()))
     return _Grammar(special).of(form, looked_up, several, thinking, None if text is None else _body(text))
 
 

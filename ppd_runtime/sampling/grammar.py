@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,6 +20,8 @@ MOST_DEPTH = 64
 """Levels of a schema's JSON."""
 MOST_CHOICES = 1000
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"  # without an end, small models never leave it
+MOST_MULTIPLE = 100_000
+"""The largest `multipleOf`, without its point: a grammar has a state for each remainder."""
 MOST_SHARED_STATES = 4000
 """States that a lexer which later requests use as well keeps at most, 1 to 2 kB each."""
 _MOST_STATES = 50_000  # of one request's own lexer
@@ -27,6 +30,7 @@ _MOST_KEPT = 64
 _STACK_BYTES = 2**28  # of a thread that compiles; the memory is taken as it is needed
 _STACKS = threading.Lock()
 Done = TypeVar("Done")
+_VALUES = {"const", "enum", "default", "examples"}  # of a schema, which hold no schemas
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _OF_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
@@ -66,7 +70,29 @@ def schema_text(given: Any) -> str:
         raise ValueError(f"schema={given!r:.200}: give a JSON schema, an object")
     if _depth(found) > MOST_DEPTH:
         raise ValueError(f"schema={text!r:.100}…: has more than {MOST_DEPTH} levels, give a flatter one, as with $defs")
+    check_multiples("schema", found)
     return text
+
+
+def check_multiples(setting: str, schema: Any) -> None:
+    """Raise ValueError for a `multipleOf` anywhere in a schema that takes seconds and more to compile."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            given = part.get("multipleOf")
+            if isinstance(given, int | float) and _without_point(given) > MOST_MULTIPLE:
+                most = f"at most {MOST_MULTIPLE} without its point"
+                raise ValueError(f"{setting}: multipleOf={given} would take too long, give {most}, or leave it out")
+            parts += [inner for name, inner in part.items() if name not in _VALUES]
+        elif isinstance(part, list | tuple):
+            parts += part
+
+
+def _without_point(number: float) -> int:
+    """A number's digits as a whole number, 125 for 1.25; 0 for what is no number."""
+    decimal = Decimal(str(number)).normalize()
+    return abs(int(decimal.scaleb(max(0, -int(decimal.as_tuple().exponent))))) if decimal.is_finite() else 0
 
 
 def pattern_text(setting: str, given: object) -> str:

@@ -188,6 +188,7 @@ def is_taken(decoder: OrdinaryDecoding, grammar: str | None, text: str) -> bool:
             "tools: a call cannot be required, .*",
         ),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "x+"}}}, "its text 'a' has 'pattern'"),
+        ("hermes", {"properties": {"a": {"multipleOf": 999_999}}}, "tools: multipleOf=999999 would take too long"),
         ("qwen3_coder", {"properties": [None]}, "tools: 'f' has properties that are no object"),
         ("qwen3_coder", {"properties": {}, "required": 5}, "tools: 'f' has .* a required that is no list"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": 5}}}, "its text 'a' has 'enum'"),

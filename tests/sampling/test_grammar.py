@@ -33,6 +33,11 @@ def nested(levels: int) -> object:
         ({"schema": {1, 2}}, "schema={1, 2}: is no JSON"),
         ({"schema": "x" * (2**16 + 1)}, "schema='xxxxxx"),
         ({"schema": nested(64)}, "schema=.*: has more than 64 levels"),
+        (
+            {"schema": {"items": [{"multipleOf": 999_999}]}},
+            "schema: multipleOf=999999 would take too long, give at most",
+        ),
+        ({"schema": {"properties": {"a": {"multipleOf": 1.00001}}}}, "schema: multipleOf=1.00001 would take too long"),
         ({"schema": "[" * 30_000}, "schema=.*: is no JSON"),
         ({"regex": ""}, "regex='': give a text of 1 to 65536"),
         ({"regex": 5}, "regex=5: give a text"),
@@ -109,3 +114,9 @@ def test_what_would_take_long_is_taken_or_refused_soon(form: dict[str, object]) 
     except ValueError as error:
         assert str(error).startswith(f"{next(iter(form))}: ")
     assert time.process_time() - began < 20  # a hang would take minutes; usual are milliseconds
+
+
+def test_multiples_that_are_quick_are_taken() -> None:
+    for given in (0.01, 2.5, 100_000, 50_000.0, 1e-9):
+        SamplingParams(schema={"type": "number", "multipleOf": given})
+    SamplingParams(schema={"const": {"multipleOf": 999_999}})

@@ -157,20 +157,16 @@ AOTITorchError run_all(AtenTensorHandle states, const AtenTensorHandle* weights,
   return AOTI_TORCH_SUCCESS;
 }
 
-// The matrices in one tensor: packed ones, uint8 [matrices, bytes], or [matrices, outputs, inputs] as a weight is; none if
-// they are something else, or differ in outputs.
-std::vector<Matrix> matrices_in(const Seen& weights, int64_t inputs, Kind* kind) {
-  if (weights.rank < 2) return {};
+// One of the matrices in a tensor: packed ones, uint8 [matrices, bytes], or [matrices, outputs, inputs] as a weight is.
+Kind kind_of(const Seen& weights, int64_t number, int64_t inputs, Matrix* matrix) {
+  if (weights.rank < 2 || number < 0 || number >= weights.sizes[0]) return NONE;
+  const int64_t of_number = weights.dtype == aoti_torch_dtype_uint8()      ? 1
+                            : weights.dtype == aoti_torch_dtype_bfloat16() ? 2
+                                                                           : 4;
   Seen one = weights;
+  one.at = static_cast<uint8_t*>(one.at) + number * weights.strides[0] * of_number;
   --one.rank, ++one.sizes, ++one.strides;
-  std::vector<Matrix> matrices(weights.sizes[0]);
-  for (int64_t number = 0; number < weights.sizes[0]; ++number) {
-    *kind = kind_of(one, inputs, &matrices[number]);
-    if (*kind == NONE || matrices[number].outputs != matrices[0].outputs) return {};
-    const int64_t bytes = *kind == PACKED ? 1 : matrices[number].row_bytes / std::max<int64_t>(inputs, 1);
-    one.at = static_cast<uint8_t*>(one.at) + weights.strides[0] * bytes;
-  }
-  return matrices;
+  return kind_of(one, inputs, matrix);
 }
 
 // A product of so many rows of states, numbered by pairs of a row and a matrix, with one matrix.
@@ -201,28 +197,30 @@ AOTITorchError run_chosen(
     return AOTI_TORCH_FAILURE;
   const int64_t inputs = given.sizes[1], each = numbers.sizes[1];
   const int64_t* numbered = numbers.whole_numbers();
-  Kind kind = NONE;
-  const std::vector<Matrix> matrices = matrices_in(Seen(weights), inputs, &kind);
-  if (matrices.empty()) return AOTI_TORCH_FAILURE;
-  std::vector<int64_t> pairs(numbers.sizes[0] * each);
-  std::iota(pairs.begin(), pairs.end(), 0);
-  for (const int64_t pair : pairs)
-    if (numbered[pair] < 0 || numbered[pair] >= int64_t(matrices.size())) return AOTI_TORCH_FAILURE;
-  const int64_t count = pairs.size(), outputs = matrices[0].outputs;
+  const int64_t count = numbers.sizes[0] * each;
+  const Seen all(weights);
+  Matrix first;
+  const Kind kind = kind_of(all, 0, inputs, &first);
+  if (kind == NONE) return AOTI_TORCH_FAILURE;
+  std::vector<Matrix> matrices(count);  // of each pair: those that nothing chose are not looked at
+  for (int64_t pair = 0; pair < count; ++pair)
+    if (kind_of(all, numbered[pair], inputs, &matrices[pair]) != kind || matrices[pair].outputs != first.outputs)
+      return AOTI_TORCH_FAILURE;
+  const int64_t outputs = first.outputs;
   const int64_t sizes[] = {count, outputs}, strides[] = {outputs, 1};
   const AOTITorchError error = floats_like(states, 2, sizes, strides, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   const Chosen products{kind, given.floats(), Seen(*result).floats(), each, inputs, outputs};
   if (numbers.sizes[0] == 1) {  // all of them read the same states
-    std::vector<Matrix> of_row;
-    for (const int64_t pair : pairs) of_row.push_back(matrices[numbered[pair]]);
-    run({of_row.data(), int(count), products.states, products.result, inputs, 1, count * outputs}, kind);
+    run({matrices.data(), int(count), products.states, products.result, inputs, 1, count * outputs}, kind);
     return AOTI_TORCH_SUCCESS;
   }
+  std::vector<int64_t> pairs(count);
+  std::iota(pairs.begin(), pairs.end(), 0);
   std::stable_sort(pairs.begin(), pairs.end(), [&](int64_t a, int64_t b) { return numbered[a] < numbered[b]; });
   for (int64_t begin = 0, end; begin < count; begin = end) {
     for (end = begin + 1; end < count && numbered[pairs[end]] == numbered[pairs[begin]];) ++end;
-    products.run_with(matrices[numbered[pairs[begin]]], &pairs[begin], end - begin);
+    products.run_with(matrices[pairs[begin]], &pairs[begin], end - begin);
   }
   return AOTI_TORCH_SUCCESS;
 }
@@ -251,7 +249,7 @@ AOTITorchError aoti_torch_cpu_few_rows_linear_3(
 }
 
 // result [rows * each, outputs] of states [rows, inputs] in float32 and, for each row, the matrices that its numbers in
-// `chosen` [rows, each] name, as `matrices_in` has them. A matrix is read once for all its rows.
+// `chosen` [rows, each] name, as `kind_of` has them. A matrix is read once for all its rows.
 AOTITorchError aoti_torch_cpu_chosen_linear(
     AtenTensorHandle states, AtenTensorHandle weights, AtenTensorHandle chosen, AtenTensorHandle* result) {
   return run_chosen(states, weights, chosen, result);
